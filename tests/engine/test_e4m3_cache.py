@@ -1,5 +1,4 @@
-"""E4M3 keys and values in a live engine whose cache is too small for the batch, is released, and survives a switch of weights: every
-log-prob has the trainer's bits."""
+"""E4M3 keys and values in a live engine: too small a cache, its release and a switch of weights change no bit of a log-prob."""
 
 import re
 
@@ -21,11 +20,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=["e4m3", "e4m3_per_layer"])
 def world(request, new_world, checkpoint, folder):
     """An engine whose cache holds half of 16 responses of 100 tokens."""
-    world = new_world()
+    world, precision = new_world(), FP8 | {"kv": request.param}
     (folder / request.param).mkdir()
-    world.call(
-        trainer_engine.start, checkpoint, folder / request.param, FP8 | {"kv": request.param}, {"rollout": {"max_total_tokens": 1000}}
-    )
+    world.call(trainer_engine.start, checkpoint, folder / request.param, precision, {"rollout": {"max_total_tokens": 1000}})
     return world
 
 

@@ -19,11 +19,9 @@ PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 def fail_to_start(model, folder, start_timeout, *arguments):
     """Start an engine that cannot start, with extra server `arguments`. Return the error message and its log tail."""
     config = Config.model_validate({"model": {"path": model}, "rollout": {"max_total_tokens": 4096, "start_timeout": start_timeout}})
-    try:
+    with pytest.raises(RunError) as caught:
         SGLangEngine(EngineLaunchSpec(config, model, folder, arguments=arguments)).wait_until_ready()
-    except RunError as error:
-        return str(error), error.log_tail
-    raise AssertionError("the engine started")
+    return str(caught.value), caught.value.log_tail
 
 
 @pytest.mark.long

@@ -44,18 +44,13 @@ def generate(world, tokens=24):
     return world.call(trainer_engine.generate_seeded, PROMPTS, tokens)[0]
 
 
-def train_and_sync(worlds, version, **settings):
-    """Take one step and sync in every world."""
-    for world in worlds:
-        world.call(trainer_engine.train, random_sequences(8, seed=50 + version))
-        report = world.call(trainer_engine.sync, version, 64 << 10, {**GROUP, **settings})[0]
-        assert report["proved"] == report["tensors"] == 2 * TENSORS
-
-
 def test_two_nodes_give_the_bits_of_one_before_and_after_syncs(world, on_one_node):
     assert generate(world) == generate(on_one_node)
     for version, settings in enumerate(({}, {"transport": "gloo", "staged": True, "proof": "streamed"}), 1):
-        train_and_sync((world, on_one_node), version, **settings)
+        for each in (world, on_one_node):
+            each.call(trainer_engine.train, random_sequences(8, seed=50 + version))
+            report = each.call(trainer_engine.sync, version, 64 << 10, {**GROUP, **settings})[0]
+            assert report["proved"] == report["tensors"] == 2 * TENSORS
         completions = generate(world)
         assert completions == generate(on_one_node) and {served for *_, served in completions} == {version}
 
@@ -112,8 +107,7 @@ def namespace():
 def test_nodes_that_share_nothing_meet_and_are_filled(hosts, namespace, new_world, checkpoint, tmp_path):
     world = new_world()
     world.call(set_launchers, *(namespace if host == OTHER else "" for host in hosts))
-    sync = {**GROUP, "host": OWN}
-    sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": sync}
+    sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": {**GROUP, "host": OWN}}
     world.call(trainer_engine.start, checkpoint, tmp_path, FP8, sections)
     world.call(trainer_engine.check_live)
     world.call(trainer_engine.train, random_sequences(8, seed=51))

@@ -1,5 +1,4 @@
-"""Trainers and engines in different layouts, dense and with experts: a real SGLang, filled by syncs from a real Megatron model, has the
-trainer's log-probs bit for bit, and closely those of transformers' model on the same FP8 blocks."""
+"""A real SGLang, filled by a trainer in another layout, has its log-probs bit for bit, and closely those of transformers' model."""
 
 import httpx
 import pytest
@@ -22,10 +21,8 @@ def read_server_arguments(names):
     """Return the first engine's server arguments of these names, as SGLang reports them."""
 
     def read(engines):
-        engine = engines.replicas[0].engine
-        answer = httpx.get(
-            f"{engine.server.url}/server_info", headers={"Authorization": f"Bearer {engine.server.api_key}"}, timeout=60
-        ).json()
+        server = engines.replicas[0].engine.server
+        answer = httpx.get(f"{server.url}/server_info", headers={"Authorization": f"Bearer {server.api_key}"}, timeout=60).json()
         return {name: answer[name] for name in names}
 
     return current().rank0_engines.run(read)

@@ -1,5 +1,4 @@
-"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, with every figure recomputed from the
-completions."""
+"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, and every figure by the completions."""
 
 import json
 from collections import Counter
@@ -34,9 +33,14 @@ def make_run(config, folder, step):
     return trainer.save(folder / "checkpoints" / f"step_{step:05d}", step)
 
 
-def evaluate(folder, *arguments):
-    with Command(folder, "megatron_rl", "eval", QUICKSTART, *arguments, *SETTINGS) as command:
-        return command.wait(1500)
+def evaluate(folder, checkpoint, baseline, results, *options):
+    """Return the command's result, eval.json and the completions, which it writes into `results`."""
+    sides = "--checkpoint", checkpoint, "--baseline", baseline
+    with Command(folder, "megatron_rl", "eval", QUICKSTART, *sides, *options, *SETTINGS) as command:
+        done = command.wait(1500)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (results / "completions.jsonl").read_text().splitlines()]
+    return done, json.loads((results / "eval.json").read_text()), rows
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +56,9 @@ def run(new_world, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(run, checkpoint, tmp_path_factory):
-    """The command's result, eval.json and the completions. The baseline has random weights."""
-    saved = run / "checkpoints" / "step_00003"
-    done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
-    assert done.code == 0, done.err
-    results = run / "eval" / "step_00003"
-    rows = [json.loads(line) for line in (results / "completions.jsonl").read_text().splitlines()]
-    return done, json.loads((results / "eval.json").read_text()), rows
+    """The checkpoint against a baseline with random weights."""
+    saved, results = (run / folder / "step_00003" for folder in ("checkpoints", "eval"))
+    return evaluate(tmp_path_factory.mktemp("eval"), saved, checkpoint, results, "--samples", SAMPLES)
 
 
 def test_every_problem_has_all_its_completions_of_both_sides(evaluated):
@@ -107,15 +107,11 @@ def test_page_and_report_show_it(evaluated, run):
 @pytest.mark.long
 def test_greedy_twice_is_the_same(run, tmp_path):
     """The model is its own baseline, in BF16 mode: greedy responses do not depend on the batch."""
-    model = run.parent / "model"
-    arguments = ("--checkpoint", model, "--baseline", model, "--output", tmp_path / "out")
-    arguments += ("--greedy", "--samples", 1, "--precision.mode=bf16")
-    done = evaluate(tmp_path / "eval", *arguments)
-    assert done.code == 0, done.err
-    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    model, out = run.parent / "model", tmp_path / "out"
+    options = "--output", out, "--greedy", "--samples", 1, "--precision.mode=bf16"
+    _, results, rows = evaluate(tmp_path / "eval", model, model, out, *options)
     texts = {side: [row["text"] for row in rows if row["side"] == side] for side in ("checkpoint", "baseline")}
     assert len(texts["checkpoint"]) == PROBLEMS and texts["checkpoint"] == texts["baseline"]
-    results = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert results["sampling"]["temperature"] == 0 and results["comparison"][0]["p"] == 1.0
     share = sum(row["correct"] for row in rows) / len(rows)
     assert [side["table"][0]["mean"]["value"] for side in results["sides"].values()] == [share, share]
@@ -128,10 +124,7 @@ def test_an_engine_samples_the_same_with_and_without_layers_for_multi_token_pred
     for name in ("with", "without"):
         write_model(tmp_path / name, family, {"mode": "fp8_unified"})
     add_mtp_layer(tmp_path / "with", "pow2")
-    done = evaluate(
-        tmp_path, "--checkpoint", tmp_path / "with", "--baseline", tmp_path / "without", "--samples", 1, "--output", tmp_path / "results"
-    )
-    assert done.code == 0, done.err
-    rows = [json.loads(line) for line in (tmp_path / "results" / "completions.jsonl").read_text().splitlines()]
+    results = tmp_path / "results"
+    *_, rows = evaluate(tmp_path, tmp_path / "with", tmp_path / "without", results, "--samples", 1, "--output", results)
     sides = [sorted((row["problem"], row["text"]) for row in rows if row["side"] == side) for side in ("checkpoint", "baseline")]
     assert sides[0] == sides[1] and len(sides[0]) == PROBLEMS

@@ -31,13 +31,6 @@ MODES = {
 SHORT = [("glm4_moe", "fp8_layer_kv")]  # other tests have engines of the other families
 
 
-def count_tensors(family, precision):
-    """Return the number of weights and scales of an engine of one rank."""
-    contract = PrecisionContract.from_config(PrecisionConfig(**precision))
-    model = replace(ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family]), kv_scales=contract.scales_kv_by_layer)
-    return len(list_stored_tensors(build_sglang_shards(model, 1, 0), contract.format_of))
-
-
 @pytest.mark.parametrize(
     "family, mode",
     [
@@ -48,6 +41,9 @@ def count_tensors(family, precision):
     ],
 )
 def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
+    contract = PrecisionContract.from_config(PrecisionConfig(**MODES[mode]))
+    model = replace(ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family]), kv_scales=contract.scales_kv_by_layer)
+    tensors = list_stored_tensors(build_sglang_shards(model, 1, 0), contract.format_of)
     with World(1, tmp_path / "world") as world:
         world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], Layout(), {}, True)
         world.call(trainer_engine.check_live)
@@ -55,7 +51,7 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         assert differences == [] and set(rollout.edges) == set(training.select_forward().edges)
         world.call(trainer_engine.change_weights, family, 1)
         report = world.call(trainer_engine.sync, 1)[0]
-        assert report["proved"] == report["tensors"] == count_tensors(family, MODES[mode])
+        assert report["proved"] == report["tensors"] == len(tensors)
         generated = world.call(trainer_engine.generate, PROMPTS)[0]
         assert generated["versions"] == {1} and len(generated["engine"]) >= 50
         assert torch.equal(generated["engine"], generated["trainer"])

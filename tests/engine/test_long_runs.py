@@ -1,5 +1,4 @@
-"""Runs that are stopped, lose their engine or a rank, compared with an uninterrupted run: the same rows and bytes if they go on, one
-line with the reason if they end, and no process left."""
+"""Runs that are stopped, or lose their engine or a rank: they go on with the rows and bytes of an uninterrupted run, or end in one line."""
 
 import pytest
 import torch
@@ -35,8 +34,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folders):
-    """Results of three runs: uninterrupted, stopped after two steps and started again, and with an engine that is killed after the first
-    step."""
+    """Results of three runs: uninterrupted, stopped after two steps and started again, and with its engine killed after the first step."""
     done = {"straight": finish(train(folders["straight"], LEARNING))}
     with train(folders["stopped"], LEARNING) as command:
         train_command.wait_for_rows(command, folders["stopped"], 3)

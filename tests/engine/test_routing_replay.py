@@ -1,5 +1,4 @@
-"""A high-precision trainer with an FP8 engine with experts: the engine is proved, computes as the contract says, and records the experts
-of each token, which the trainer replays."""
+"""A high-precision trainer with an FP8 engine with experts, which records the experts of each token that the trainer replays."""
 
 from dataclasses import replace
 
@@ -20,8 +19,6 @@ WIDTHS = {"num_hidden_layers": 2, "initializer_range": 0.05}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 PRECISION = {"mode": "fp8_rollout", "high": "fp32"}
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(12, seed=23)]
-
-
 ENVIRONMENT_IDS = [7, 8, 9]
 """What an environment says between two turns."""
 
@@ -40,9 +37,8 @@ def generate_two_turns(prompts, tokens=12):
         experts = extend_routing_record(turn.routed_experts_T, next_turn.routed_experts_T)
         ids = [*turn.output_ids_T.tolist(), *ENVIRONMENT_IDS, *next_turn.output_ids_T.tolist()]
         current().trainer.actor.routing.shape.check(experts, len(prompt) + len(ids), "an answer")
-        samples.append(
-            TrainingSample(prompt, ids, rollout_logprobs=logprobs, response_mask=sampled, routed_experts=torch.from_numpy(experts))
-        )
+        record = {"response_mask": sampled, "routed_experts": torch.from_numpy(experts)}
+        samples.append(TrainingSample(prompt, ids, rollout_logprobs=logprobs, **record))
     return samples, same, sum(turn.cached_tokens for turn in second)
 
 
@@ -67,8 +63,7 @@ def score(samples):
 
 
 def measure_dense_mismatch(checkpoint, precision, samples):
-    """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products, which have the
-    engine's bits."""
+    """Return the mean |difference| of log-probs between a dense model and the same model with its engine's products."""
     trainer = Trainer(checkpoint, precision)
     plain = [replace(sample, routed_experts=torch.empty(0)) for sample in samples]
     own = torch.cat(trainer.actor.compute_logprobs(plain)[0])
@@ -110,9 +105,8 @@ def test_the_record_is_that_of_every_token(answered):
     """The trainer's model with the engine's products has the engine's bits, so it routes every token as the engine did: tokens of
     prompts, responses and environments, and those that the second turn took from the prefix cache."""
     samples, same, cached, logprobs = answered
-    assert all(
-        sample.routed_experts.shape == (sample.length - 1, 2, 2) and sample.routed_experts.dtype == torch.uint8 for sample in samples
-    )
+    assert all(sample.routed_experts.shape == (sample.length - 1, 2, 2) for sample in samples)
+    assert {sample.routed_experts.dtype for sample in samples} == {torch.uint8}
     assert same and cached > 12 * len(PROMPTS)
     assert len(torch.cat([sample.routed_experts for sample in samples]).unique()) == 8
     assert logprobs["emulated differs"] == 0 and distance(logprobs, "emulated").max() == 0

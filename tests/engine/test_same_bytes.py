@@ -37,7 +37,10 @@ def check_graphs(folder, plant=""):
         check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
 
 
-def assert_same_logprobs(world, version):
+def assert_same(world, version):
+    """Check everything, and the log-probs of what the engine serves as `version`."""
+    world.call(trainer_engine.check_live)
+    assert world.call(trainer_engine.prove) == [TENSORS]
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {version}
     assert len(generated["engine"]) >= 50
@@ -45,9 +48,7 @@ def assert_same_logprobs(world, version):
 
 
 def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(unified, tmp_path):
-    unified.call(trainer_engine.check_live)
-    assert unified.call(trainer_engine.prove) == [TENSORS]
-    assert_same_logprobs(unified, 0)
+    assert_same(unified, 0)
     lines, training, rollout = unified.call(trainer_engine.compare_graphs)[0]
     assert lines == [] and set(rollout.edges) == set(training.select_forward().edges)
     quantized = [edge for edge in rollout.edges if edge.format.granularity]
@@ -76,8 +77,7 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
 
 
 def test_what_agents_ask_through_the_endpoint_is_what_the_direct_path_gives(unified):
-    """Agents in their own processes ask over HTTP and edit their history. A random model writes much that no tokenizer would encode that
-    way."""
+    """Agents in their own processes edit their history. A random model writes what no tokenizer would encode that way."""
     agents = unified.call(engine_checks.sample_by_agents, 6, 40, 0)[0]
     assert agents["errors"] == [""] * 6 and agents["conversations"] == 12 and agents["versions"] == {0}
     assert all(agents["same"]) and len(agents["same"]) == 18 and all(agents["held"]) and agents["sampled"] == 0
@@ -116,7 +116,7 @@ def test_after_an_optimizer_step_only_a_sync_of_any_bucket_size_makes_them_equal
     assert all(report["proved"] == report["tensors"] == TENSORS and report["blocks"] > 0 for report in reports)
     assert len({report["bytes"] for report in reports}) == 1
     assert reports[1]["chunks"] > 100 and reports[2]["chunks"] == 1
-    assert_same_logprobs(unified, 3)
+    assert_same(unified, 3)
 
 
 QKV, DOWN_SCALE = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc2.weight_scale_inv"
@@ -165,6 +165,4 @@ def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified,
     assert logits.isfinite().all() and logits.std() > 0.1
 
     unified.receive(seconds=900)
-    unified.call(trainer_engine.check_live)
-    assert unified.call(trainer_engine.prove) == [TENSORS]
-    assert_same_logprobs(unified, 0)
+    assert_same(unified, 0)

@@ -1,5 +1,4 @@
-"""Correct bytes that a real engine does not serve: each fault is found and named before a request is answered, and fixed by the next
-sync."""
+"""Correct bytes that a real engine does not serve: each fault is named before a request is answered, and fixed by the next sync."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""A run that samples two versions ahead and over-samples, with two real engines, while one engine, both, or the trainer are killed at
-random: every problem is trained on once, in order, and trainer and engines agree to the bit."""
+"""A run ahead of its trainer, whose engines and trainer are killed at random, trains once on every problem, in order and to the bit."""
 
 import pytest
 from support.processes import run_tool

@@ -37,11 +37,7 @@ SETTINGS = {
     "staged group": {"transport": "process_group", "staged": True, "running": "restart"},
 }
 DEFAULT = ("process_group",)
-
-
 TASK = "examples.arithmetic.task:Arithmetic"
-
-
 ENDPOINTS = (
     "/generate", "/weights_checker", "/abort_request", "/flush_cache", "/begin_weight_update", "/end_weight_update",
     "/update_weight_version", "/update_weights_from_tensor", "/update_weights_from_disk", "/load_lora_adapter", "/server_info",
@@ -76,8 +72,7 @@ def find_exposed():
 
 
 class RecordingWorker(RolloutWorker):
-    """A rollout worker that keeps all completions in `batches`. Half of the responses are rewarded, so that the weights of a random
-    model move."""
+    """Keeps all completions in `batches`, and rewards half of the responses, so that the weights of a random model move."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -94,18 +89,17 @@ class RecordingWorker(RolloutWorker):
 def run_ahead(running, max_staleness, steps):
     """Run the whole loop. Return its rows, and for every completion the version it was collected for and the version of each token."""
     served = current()
-    config = Config.model_validate(
-        {
-            "model": {"path": served.trainer.folder},
-            "train": {"steps": steps},
-            "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": TOKENS},
-            "algorithm": {"correction": "tis"},
-            "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
-            "sync": {"running": running, "transport": "shared_memory"},
-            "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
-            "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
-        }
-    )
+    sections = {
+        "model": {"path": served.trainer.folder},
+        "train": {"steps": steps},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": TOKENS},
+        "algorithm": {"correction": "tis"},
+        "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
+        "sync": {"running": running, "transport": "shared_memory"},
+        "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
+        "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
+    }
+    config = Config.model_validate(sections)
     tokenizer = load_tokenizer(served.trainer.folder)
     stream, held_out = load_problems(config, tokenizer)
     log = RecordingLog()
@@ -117,30 +111,23 @@ def run_ahead(running, max_staleness, steps):
             loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()
         finally:
             ahead.close()
-    token_versions = [
-        (version, (version - completion.version_lags_T.astype(int)).tolist())
-        for version, completions in worker.batches
-        for completion in completions
-    ]
+    lags = [(version, completion.version_lags_T.astype(int)) for version, completions in worker.batches for completion in completions]
+    token_versions = [(version, (version - lags_T).tolist()) for version, lags_T in lags]
     return {"rows": log.rows, "token_versions": token_versions, "position": ahead.snapshot()(), "drawn": stream.state_dict()}
 
 
-def sync_with_wrong_byte(settings, version):
-    """Run a sync whose chunks are changed after they were hashed. Propagates the error."""
+def sync_with_fault(settings, version, breaks=False):
+    """Run a sync whose chunks are changed after they were hashed, or whose trainer fails in the middle. Propagates the error."""
     pack = ChunkPacker.pack
 
     def pack_wrong(packer, named_rects, flat, hashing):
+        if breaks:
+            raise OSError("out of memory, say")
         digest = pack(packer, named_rects, flat, hashing)
         flat[len(flat) // 2] ^= 1
         return digest
 
     with mock.patch.object(ChunkPacker, "pack", pack_wrong), current().weight_sync(MIB, settings) as sync:
-        sync.run(version)
-
-
-def sync_that_breaks(settings, version):
-    """Run a sync whose trainer fails in the middle. Propagates the error."""
-    with mock.patch.object(ChunkPacker, "pack", side_effect=OSError("out of memory, say")), current().weight_sync(MIB, settings) as sync:
         sync.run(version)
 
 
@@ -174,22 +161,21 @@ def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_
 
 
 def test_an_engine_serves_beside_a_transformer_engine_that_cannot_be_imported(unified):
-    """SGLang imports Megatron for its dumper, and Megatron imports Transformer Engine if it is installed. Every engine of `launched` has
-    a broken one."""
+    """SGLang imports Megatron, and Megatron Transformer Engine. Every engine of `launched` has a broken one."""
     assert unified.call(import_in_child, "transformer_engine")[0] == "FileNotFoundError: libtransformer_engine.so"
     assert unified.call(trainer_engine.sync, 80)[0]["proved"] == TENSORS
 
 
 def test_a_byte_changed_on_its_way_is_found_before_it_is_served(unified):
     with pytest.raises(RunError, match=r"the sync is not proved: .* of engine rank 0 differs from .* of trainer rank 0; first in rows"):
-        unified.call(sync_with_wrong_byte, {"transport": "shared_memory"}, 90)
+        unified.call(sync_with_fault, {"transport": "shared_memory"}, 90)
     assert unified.call(trainer_engine.sync, 91)[0]["proved"] == TENSORS
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_trainer_that_fails_in_the_middle_is_one_error(unified, transport):
     with pytest.raises(RunError, match=r"^the sync broke: trainer rank 0: out of memory, say; engine rank 0 could not finish: \w+Error: "):
-        unified.call(sync_that_breaks, {"transport": transport, "timeout": 20.0}, 92)
+        unified.call(sync_with_fault, {"transport": transport, "timeout": 20.0}, 92, True)
     assert unified.call(trainer_engine.sync, 93)[0]["proved"] == TENSORS
 
 

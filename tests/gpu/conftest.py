@@ -24,6 +24,8 @@ _verdicts = pytest.StashKey()
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "figures" in getattr(item, "fixturenames", ()))
     for item in items:
+        if "figures" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.long)  # a speed on a CPU says nothing; the long tests run its code
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(GPU_SECONDS))
 

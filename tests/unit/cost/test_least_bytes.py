@@ -14,14 +14,9 @@ T, G = 1024, 1 + 4 / 128
 
 
 def make_job(name: str, mode: str = "fp8_unified", **layout: object) -> tuple[Workload, Candidate]:
-    sections = {
-        "model": {"path": Path("model")},
-        "precision": {"mode": mode, "backend": "transformer_engine"},
-        "train": {"micro_batch_tokens": T, "layout": layout},
-        "rollout": {"max_new_tokens": 512},
-        "data": {"max_prompt_tokens": 128},
-    }
-    config = Config.model_validate(sections)
+    sections = {"model": {"path": Path("model")}, "precision": {"mode": mode, "backend": "transformer_engine"}}
+    sections |= {"train": {"micro_batch_tokens": T, "layout": layout}}
+    config = Config.model_validate({**sections, "rollout": {"max_new_tokens": 512}, "data": {"max_prompt_tokens": 128}})
     return Workload(ModelGeometry.from_hf_config(PUBLISHED[name]), config, PUBLISHED[name]), Candidate.from_config(config)
 
 

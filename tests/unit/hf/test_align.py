@@ -17,7 +17,7 @@ from megatron_rl.hf.read import HFCheckpoint
 from parallel.layout import Layout
 from parallel.layout_hints import find_engine_problem, find_trainer_problem
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import take_all
+from parallel.shards import Region, take_all
 
 
 def is_whole(config: dict, tp: int, etp: int) -> bool:
@@ -73,16 +73,13 @@ def test_widened_tensors_hold_the_original_values_and_zeros():
     wide_config = align_config(config, Alignment(128))
     model, wide = ModelGeometry.from_hf_config(config), ModelGeometry.from_hf_config(wide_config)
     assert (wide.hidden, wide.heads, wide.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384, because 256 is not a multiple of 3 heads
-    tensors = {
-        tensor.name: torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)).bfloat16()
-        for tensor in model.tensors().values()
-    }
-    result = {
-        tensor.name: value
-        for tensor, value in widen(
-            lambda region: tensors[region.tensor.name][region.tensor_rect.row :][: region.tensor_rect.rows], model, wide
-        )
-    }
+    shapes = {name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for name, tensor in model.tensors().items()}
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+    def read(region: Region) -> torch.Tensor:
+        return tensors[region.tensor.name][region.tensor_rect.row :][: region.tensor_rect.rows]
+
+    result = {tensor.name: value for tensor, value in widen(read, model, wide)}
     name = "model.layers.1.mlp.gate_up_proj.weight"
     expected = torch.zeros(256, 384).bfloat16()
     expected[:5, :192], expected[128:133, :192] = tensors[name].chunk(2)

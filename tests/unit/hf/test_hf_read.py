@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.families import ENGINE_ARCHITECTURES
 from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint, split, write_sparse_safetensors
 from support.largest_tensor import LargestTensor
 from support.models import edit_config, make_checkpoint
@@ -43,7 +44,7 @@ def folder(request, checkpoints, tmp_path):
     return Path(shutil.copytree(checkpoints[request.param], tmp_path / "model"))
 
 
-high, fp8 = (pytest.mark.parametrize("folder", [which], indirect=True) for which in ("high", "fp8"))
+high, both = (pytest.mark.parametrize("folder", which, indirect=True) for which in (["high"], ["high", "fp8"]))
 
 
 def opened(folder: Path) -> HFCheckpoint:
@@ -74,7 +75,7 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+@both
 def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
     """`check` raises if anything is wrong. It ignores buffers, and lm_head if the embedding is tied."""
     check(folder)
@@ -184,21 +185,13 @@ def test_wrong_indexes_are_refused(folder):
     assert "is in model-00000.safetensors and in model-00001.safetensors" in refused(folder)
 
 
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "rope_theta": 1e4, "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2,
-    "intermediate_size": 512, "vocab_size": 384,
-    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-
-
 def test_mtp_layers_match_the_config(tmp_path):
     """All MTP layers, or only their copies of embedding and output layer, may be missing. Present tensors must match config.json."""
-    config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
-    model, plain = ModelGeometry.from_hf_config(config), list_tensors(DEEPSEEK, "BF16")
-    layer = {
-        tensor.name: ("BF16", [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in list_mtp_tensors(model).values()
-    }
+    without = ENGINE_ARCHITECTURES["deepseek_v3"]
+    config = without | {"num_nextn_predict_layers": 1}
+    model, plain = ModelGeometry.from_hf_config(config), list_tensors(without, "BF16")
+    tensors = list_mtp_tensors(model).values()
+    layer = {tensor.name: ("BF16", [tensor.rows, *([] if tensor.vector else [tensor.cols])]) for tensor in tensors}
     copies, last = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"), "model.layers.2.eh_proj.weight"
     wrong = ("BF16", [256, 256])
 
@@ -233,7 +226,7 @@ def test_rectangles_of_values_and_of_blocks(checkpoints):
     assert torch.equal(scale, weights[SCALES][1:3, 1:2])
 
 
-@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+@both
 def test_infinities_and_nans_are_refused(folder):
     weights = load_file(folder / "model.safetensors")
     broken, tensor = weights[GATE].clone(), geometry(folder).tensors()[GATE]
@@ -241,11 +234,9 @@ def test_infinities_and_nans_are_refused(folder):
     change(folder, **{GATE: broken})
     checkpoint = opened(folder)
     checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # a part that other ranks read
-    with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-        checkpoint.read_values(take_all(tensor))
-    if checkpoint.format:
+    for take in (checkpoint.read_values, *([checkpoint.read_blocks] if checkpoint.format else [])):
         with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-            checkpoint.read_blocks(take_all(tensor))
+            take(take_all(tensor))
 
 
 class Counted:
@@ -253,29 +244,25 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files, self.bytes = set[str](), Counter[str]()
+        monkeypatch.setattr(read, "safe_open", self.open)
 
-        def open_file(path: Path, framework: str) -> SimpleNamespace:
-            self.files.add(path.name)
-            file = safe_open(path, framework=framework)
-            return SimpleNamespace(keys=file.keys, get_slice=lambda name: self.count(name, file.get_slice(name)))
+    def open(self, path: Path, framework: str) -> SimpleNamespace:
+        self.files.add(path.name)
+        file = safe_open(path, framework=framework)
 
-        monkeypatch.setattr(read, "safe_open", open_file)
+        def get_slice(name: str) -> object:
+            view = file.get_slice(name)
 
-    def count(self, name: str, view: Any) -> Any:
-        counted = self.bytes
+            def take(_: object, index: Any) -> torch.Tensor:
+                self.bytes[name] += view[index].nbytes
+                return view[index]
 
-        class View:
-            get_shape, get_dtype = view.get_shape, view.get_dtype
+            return type("View", (), {"get_shape": view.get_shape, "get_dtype": view.get_dtype, "__getitem__": take})()
 
-            def __getitem__(self, index: Any) -> torch.Tensor:
-                part = view[index]
-                counted[name] += part.nbytes
-                return part
-
-        return View()
+        return SimpleNamespace(keys=file.keys, get_slice=get_slice)
 
 
-@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+@both
 def test_a_rank_reads_only_its_bytes_with_a_bounded_buffer(folder, monkeypatch):
     """It opens only the needed files of 3, and reads strips of 128 rows: no temporary tensor is larger than a strip."""
     split(folder, 3)

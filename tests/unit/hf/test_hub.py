@@ -74,13 +74,6 @@ def test_a_split_checkpoint_is_downloaded_by_its_index_and_a_pinned_name_survive
     assert (ModelConfig(path=first).folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 
-def test_offline_reads_the_cache(hub, monkeypatch):
-    folder = fetch_model(NAME, "--checkpoint")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.requests.clear()
-    assert fetch_model(NAME, "--checkpoint") == folder and not hub.requests
-
-
 def test_missing_models_are_refused_in_one_line(hub, model, tmp_path):
     hub.add("meta/gated", model, gated=True)
     hub.add("someone/empty", tmp_path / "empty")
@@ -103,14 +96,22 @@ def test_missing_models_are_refused_in_one_line(hub, model, tmp_path):
         assert refusal(path).startswith(line), refusal(path)
 
 
-def test_offline_names_the_file_missing_in_the_cache(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_offline_reads_the_cache_or_names_the_file_missing_in_it(hub, monkeypatch, tmp_path):
+    def offline(value: bool) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", value)
+
     fix = "unset it, or run `hf download someone/unknown` on a machine with network access"
+    offline(True)
     assert refusal(NAME) == f"HF_HUB_OFFLINE is set, and config.json is not in {tmp_path / 'cache'}; {fix}"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    offline(False)
     pinned = pin_hub_model(NAME)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    offline(True)
     assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and model.safetensors is not in {tmp_path / 'cache'}; {fix}"
+    offline(False)
+    folder = fetch_model(NAME, "--checkpoint")
+    offline(True)
+    hub.requests.clear()
+    assert fetch_model(NAME, "--checkpoint") == folder and not hub.requests
 
 
 def test_an_unreachable_hub_is_refused_and_a_local_folder_returned_unchanged(model, tmp_path, monkeypatch):

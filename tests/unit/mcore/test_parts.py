@@ -48,12 +48,10 @@ def test_the_learning_rate_warms_up_and_falls(fields, rates):
     assert schedule(3) == pytest.approx(rates[3]), "it has no state"
 
 
-@pytest.mark.parametrize(
-    "name, line", [("a", r"a.weight is \(3, 2\) in Megatron, \(2, 2\) in"), ("b", r"a.weight is \(3, 2\) in Megatron, absent")]
-)
-def test_a_shape_mismatch_names_the_parameter_and_both_shapes(name, line):
+@pytest.mark.parametrize("name, shape", [("a", r"\(2, 2\) in"), ("b", "absent")])
+def test_a_shape_mismatch_names_the_parameter_and_both_shapes(name, shape):
     shard = stack_regions(f"{name}.weight", [take_all(HFTensor("t", 2, 2, "mlp_in"))])
-    with pytest.raises(AssertionError, match=line):
+    with pytest.raises(AssertionError, match=rf"a.weight is \(3, 2\) in Megatron, {shape}"):
         _load(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False)}), None, [shard], None)
 
 

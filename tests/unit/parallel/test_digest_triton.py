@@ -3,7 +3,6 @@
 import sys
 from types import ModuleType
 
-import pytest
 import torch
 from support.fp8_reference import run_sums
 from support.kernel_tests import in_interpreter
@@ -37,14 +36,6 @@ def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
     assert "ld.global.v4.b32" in call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
 
 
-@pytest.fixture
-def on_device(monkeypatch):
-    """Hash byte matrices that are tensors as on a GPU, with the plain loop."""
-    stand_in = ModuleType("parallel.digest_triton")
-    stand_in.run_sums = run_sums
-    monkeypatch.setitem(sys.modules, "parallel.digest_triton", stand_in)
-
-
 def hashed(*matrices: torch.Tensor) -> str:
     hasher = Hash()
     for matrix in matrices:
@@ -52,7 +43,10 @@ def hashed(*matrices: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def test_every_change_changes_the_digest_columns_are_hashed_as_their_copy_and_a_digest_is_read_twice(on_device):
+def test_every_change_changes_the_digest_columns_are_hashed_as_their_copy_and_a_digest_is_read_twice(monkeypatch):
+    on_device = ModuleType("parallel.digest_triton")  # hashes byte matrices as on a GPU, with the plain loop
+    on_device.run_sums = run_sums
+    monkeypatch.setitem(sys.modules, "parallel.digest_triton", on_device)
     matrix = torch.randint(0, 256, (150, 2048), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     digests = {"as it is": hashed(matrix)}
     for name, place in {"first": (0, 0), "in between": (77, 1025), "last": (149, 2047)}.items():
@@ -60,10 +54,9 @@ def test_every_change_changes_the_digest_columns_are_hashed_as_their_copy_and_a_
             changed = matrix.clone()
             changed[place] ^= 1 << bit
             digests[f"{name} byte, bit {bit}"] = hashed(changed)
-    swaps = {"rows two apart": (3, 5), "rows far apart": (0, 130)}  # within a run; between runs
-    for name, (first, second) in swaps.items():
+    for name, rows in {"rows two apart": [3, 5], "rows far apart": [0, 130]}.items():  # within a run; between runs
         changed = matrix.clone()
-        changed[[first, second]] = matrix[[second, first]]
+        changed[rows] = matrix[rows[::-1]]
         digests[name] = hashed(changed)
     digests["a zero row more"] = hashed(torch.cat([matrix, matrix.new_zeros(1, 2048)]))
     digests["in two pieces"] = hashed(matrix[:75], matrix[75:])

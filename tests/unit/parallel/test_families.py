@@ -13,9 +13,8 @@ from parallel.hf_config import Rope, Yarn
 from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
-LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (
-    ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
-)
+TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
+LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (ARCHITECTURES[name] for name in TESTED)
 DISTINCT = {  # all widths differ, so that none can be mistaken for another
     **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50, "head_dim": 32},
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
@@ -38,13 +37,12 @@ def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """Return shapes with experts stacked as in transformers 5: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
     stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
-        match = re.match(r"(.*\.experts)\.\d+\.(\w+)_proj\.weight", name)
+        match = re.match(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
         if match is None:
             stacked[name] = shape
-        elif match[2] == "gate":
-            count = sum(other.startswith(match[1]) and other.endswith("gate_proj.weight") for other in shapes)
-            stacked[f"{match[1]}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
-            stacked[f"{match[1]}.down_proj"] = [count, shape[1], shape[0]]
+        elif match[3] == "gate":  # the last one's number tells how many there are
+            stacked[f"{match[1]}.gate_up_proj"] = [int(match[2]) + 1, 2 * shape[0], shape[1]]
+            stacked[f"{match[1]}.down_proj"] = [int(match[2]) + 1, shape[1], shape[0]]
     return stacked
 
 

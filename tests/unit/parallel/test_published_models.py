@@ -85,18 +85,15 @@ def test_nearest_layouts_work_keep_the_number_of_ranks_and_may_not_exist():
     assert all(find_engine_problem(model, tp, ep, as_fp8) is None for tp, ep in find_nearest_engines(model, 8, 1, as_fp8))
     model = ModelGeometry.from_hf_config(dense_config("llama", 1, 256, 2, 2, 200, 64))
     assert find_nearest_layouts(model, Layout(), as_fp8) == [] == find_nearest_engines(model, 1, 1, as_fp8)
-    error = find_trainer_problem(model, Layout(), as_fp8)
-    assert error is not None
-    suggested = str(add_layout_hints(error, model, Layout(), EngineLayout(), as_fp8))
+    suggested = str(add_layout_hints(find_trainer_problem(model, Layout(), as_fp8), model, Layout(), EngineLayout(), as_fp8))
     assert "train layouts that work: none; rollout layouts that work: none" in suggested
 
 
 def test_attention_length():
     """By hand: 2 FLOPs per weight that a token meets (8 of 128 experts), against s (d_qk + d_v) per head and layer."""
-    layers, hidden, output = 64, 5120, 5120 * 151936
-    layer = hidden * (8192 + 2 * 1024) + 8192 * hidden + 3 * hidden * 25600
-    assert published_model("Qwen3-32B").attention_length == pytest.approx(2 * (layers * layer + output) / (layers * 64 * 256), rel=1e-4)
-    layers, hidden, output = 94, 4096, 4096 * 151936
-    layer = hidden * (8192 + 2 * 512) + 8192 * hidden + 8 * 3 * hidden * 1536 + 128 * hidden
-    by_hand = 2 * (layers * layer + output) / (layers * 64 * 256)
-    assert published_model("Qwen3-235B-A22B").attention_length == pytest.approx(by_hand, rel=1e-4)
+    for name, layers, hidden, kv, mlp in (
+        ("Qwen3-32B", 64, 5120, 1024, 3 * 25600),
+        ("Qwen3-235B-A22B", 94, 4096, 512, 8 * 3 * 1536 + 128),
+    ):
+        weights = layers * hidden * (8192 + 2 * kv + 8192 + mlp) + hidden * 151936
+        assert published_model(name).attention_length == pytest.approx(2 * weights / (layers * 64 * 256), rel=1e-4)

@@ -29,22 +29,28 @@ from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors,
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, Weight, stack_regions, take_all, take_rows
 
-
-def is_padding(shard: Shard) -> np.ndarray:
-    """Return bool [rows, cols]: True for elements that belong to no region."""
-    padding = np.ones((shard.rows, shard.cols), bool)
-    for region in shard.regions:
-        row, col, rect = region.shard_row, region.shard_col, region.tensor_rect
-        padding[row : row + rect.rows, col : col + rect.cols] = False
-    return padding
+Shards = dict[int, list[Shard]]
 
 
-def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
+def assert_written_once(shards: list[Shard], written: Arrays) -> None:
+    """Check that every element of a region was written once, and padding, which only vocabularies have, never."""
     by_name = {shard.name: shard for shard in shards}
     for name, times in written.items():
-        padding = is_padding(by_name[name]) if name in by_name else np.zeros(times.shape, bool)
-        assert (times == ~padding).all(), name
-        assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
+        wanted = np.ones(times.shape, int)
+        if name in by_name:
+            wanted[:] = 0
+            for row, col, rect in ((each.shard_row, each.shard_col, each.tensor_rect) for each in by_name[name].regions):
+                wanted[row : row + rect.rows, col : col + rect.cols] = 1
+        assert (times == wanted).all(), name
+        assert wanted.all() or by_name[name].role in ("embedding", "lm_head")
+
+
+def carry_out(plan: list[Transfer], sources: Shards, targets: Shards, source: Arrays) -> dict[int, Arrays]:
+    """Carry out a plan from shards of the checkpoint `source`, check the result, and return how often each element was written."""
+    expected = slow_cut.cut_all(targets, source)
+    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(sources, source), expected)
+    slow_cut.assert_same(filled, expected)
+    return written
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,11 +59,10 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
 def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
     """FP8 moves as whole blocks with one scale each. Without FP8 roles every element moves unchanged."""
     case = data.draw(cases(family))
-    source, plan, targets = slow_cut.checkpoint(case.model), plan_case(case), target_shards(case)
-    expected = slow_cut.cut_all(targets, source)
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
+    plan, targets = plan_case(case), target_shards(case)
+    written = carry_out(plan, source_shards(case), targets, slow_cut.checkpoint(case.model))
     for rank, shards in targets.items():
+        assert written[rank].keys() == list_stored_tensors(shards, as_fp8).keys()
         assert_written_once(shards, written[rank])
     data, scales = ([transfer for transfer in plan if transfer.format.name == name] for name in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
@@ -78,22 +83,13 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
 @given(data=st.data())
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
     case = data.draw(cases(family))
-    source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
-    trainer = slow_cut.cut_all(source_shards(case), source)
-    plan = add_scale_transfers(reshard(source_shards(case), whole, as_fp8))
-    filled, written = slow_cut.carry_out(plan, trainer, {0: source})
-    slow_cut.assert_same(filled, {0: source})
-    assert all((times == 1).all() for times in written[0].values())
+    source, trainer, whole = slow_cut.checkpoint(case.model), source_shards(case), {0: case.model.build_checkpoint_shards()}
+    slow_cut.assert_same(slow_cut.cut_all(whole, source), {0: source})
     engines = {**target_shards(case), 100: whole[0]}  # several ranks hold the same kv heads, and rectangles of both sides overlap partially
-    plan = add_scale_transfers(reshard(engines, whole, as_fp8))
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(engines, source), {0: source})
-    slow_cut.assert_same(filled, {0: source})
-    assert all((times == 1).all() for times in written[0].values()), "overlapping sources write every byte once"
-    plan = add_scale_transfers(reshard(whole, source_shards(case), as_fp8))
-    filled, written = slow_cut.carry_out(plan, {0: source}, trainer)
-    slow_cut.assert_same(filled, trainer)
-    for rank, shards in source_shards(case).items():
-        assert_written_once(shards, written[rank])
+    for sources, targets in ((trainer, whole), (engines, whole), (whole, trainer)):
+        written = carry_out(add_scale_transfers(reshard(sources, targets, as_fp8)), sources, targets, source)
+        for rank, shards in targets.items():
+            assert_written_once(shards, written[rank])
 
 
 def list_stacked_layer(model: ModelGeometry, layer: int) -> list[Weight]:
@@ -110,9 +106,8 @@ def list_rows(ranks: dict[int, list[Shard]], first: dict[str, int]) -> dict[tupl
     for rank, shard in ((rank, shard) for rank, shards in ranks.items() for shard in shards):
         for tensor, rect, *_ in shard.regions:
             name, part = re.sub(r"\b[qkv](?=_proj)", "qkv", tensor.name), tensor.name.split(".")[-2].removesuffix("_proj")
-            rows.setdefault((rank, shard.name), []).extend(
-                (name, first.get(part, 0) + row) for row in range(rect.row, rect.row + rect.rows)
-            )
+            start = first.get(part, 0) + rect.row
+            rows.setdefault((rank, shard.name), []).extend((name, row) for row in range(start, start + rect.rows))
     return rows
 
 
@@ -127,12 +122,8 @@ def test_the_checkpoint_may_store_qkv_as_one_tensor(tp, widths, monkeypatch):
     q, kv = apart.heads * apart.head_dim, apart.kv_heads * apart.head_dim
     for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
         assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
-    source, whole = slow_cut.checkpoint(case.model), {100: case.model.build_checkpoint_shards()}
-    targets = target_shards(case) | whole
-    plan = add_scale_transfers(reshard(source_shards(case), targets, as_fp8))
-    expected = slow_cut.cut_all(targets, source)
-    filled, _ = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
+    sources, targets = source_shards(case), target_shards(case) | {100: case.model.build_checkpoint_shards()}
+    carry_out(add_scale_transfers(reshard(sources, targets, as_fp8)), sources, targets, slow_cut.checkpoint(case.model))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -208,14 +199,6 @@ def test_replicas_share_the_load_and_replicated_kv_heads_are_sent_to_every_rank_
     assert [copy.source_rank for copy in copies] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_a_tied_embedding_is_sent_once(pp):
-    plan = reshard(*(of(Case(small_model(tied=True), Layout(pp=pp), 1)) for of in (source_shards, target_shards)), as_fp8)
-    embedding = [copy for copy in plan if copy.tensor == "model.embed_tokens.weight"]
-    assert [(copy.target, copy.target_rect) for copy in embedding] == [("model.embed_tokens.weight", Rect(0, 0, 300, 256))]
-    assert not any(copy.target == "lm_head.weight" for copy in plan)
-
-
 MLP_ROWS = "mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
 
 
@@ -250,10 +233,7 @@ def test_heads_of_64_in_their_own_order_are_refused_in_fp8_and_so_is_a_region_wi
 def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     """With hidden = 200 the last block of every row is partial in trainer, engine and checkpoint."""
     case = Case(small_model(hidden=200), Layout(tp=2), 4)
-    source = slow_cut.checkpoint(case.model)
-    expected = slow_cut.cut_all(target_shards(case), source)
-    filled, _ = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
+    carry_out(plan_case(case), source_shards(case), target_shards(case), slow_cut.checkpoint(case.model))
 
 
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
@@ -303,14 +283,9 @@ def cut(shards: list[Shard], source: Arrays) -> Arrays:
     return arrays
 
 
-def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
-    return add_scale_transfers(reshard(sources, targets, as_int8))
-
-
-def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
-    expected = {rank: cut(shards, source) for rank, shards in targets.items()}
-    given = {rank: cut(shards, source) for rank, shards in sources.items()}
-    filled, written = slow_cut.carry_out(planned(sources, targets), given, expected)
+def assert_carried(sources: Shards, targets: Shards, source: Arrays) -> None:
+    expected, given = ({rank: cut(shards, source) for rank, shards in side.items()} for side in (targets, sources))
+    filled, written = slow_cut.carry_out(add_scale_transfers(reshard(sources, targets, as_int8)), given, expected)
     slow_cut.assert_same(filled, expected)
     for rank, arrays in written.items():
         assert all((times <= 1).all() for times in arrays.values())  # padding is never written
@@ -341,32 +316,18 @@ def test_any_boundary_is_allowed(geometry, train, rollout):
     assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
 
 
-def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
+def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row_and_experts_are_stacked():
+    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2)."""
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(small_model(), Layout(tp=2), (2, 1), contract, 1 << 20)
     rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
-    assert sum(transfer.nbytes for transfer in plan.transfers) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
-    assert sum(chunk.nbytes for chunk in plan.chunks) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
-
-
-def test_experts_fill_sglangs_stacked_tensors_with_scales_per_output_channel():
-    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2). w13 [2, 256, 256] stacks gate and up;
-    the columns of w2 [2, 256, 128] come from two sources, its scales from one."""
+    for parts in (plan.transfers, plan.chunks):
+        assert sum(part.nbytes for part in parts) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
     geometry = small_model(family="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
-    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
-    prefix = "model.layers.0.mlp.experts."
-    shapes = {shard.name: (shard.shape, shard.scale_shape(INT8)) for shard in plan.targets[1] if shard.name.startswith(prefix)}
-    assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
-    moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
-    fc1, fc2 = (
-        f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2)
-    )  # the second expert of this engine rank
-
-    def rects(source: str, target: str) -> set[Rect]:
-        return {move.target_rect for move in moves if (move.source, move.target) == (source, prefix + target)}
-
-    assert rects(fc1 + "_scale", "w13_weight_scale") == {Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)}
-    assert rects(fc2, "w2_weight") == {Rect(256, 0, 256, 64), Rect(256, 64, 256, 64)}
-    assert rects(fc2 + "_scale", "w2_weight_scale") == {Rect(256, 0, 256, 1)}
+    experts = {shard.name.rpartition(".")[2]: shard for shard in plan.targets[1] if "layers.0.mlp.experts." in shard.name}
+    shapes = {name: (shard.shape, shard.scale_shape(INT8)) for name, shard in experts.items()}
+    assert shapes == {"w13_weight": ((2, 256, 256), (2, 256, 1)), "w2_weight": ((2, 256, 128), (2, 256, 1))}
+    columns = {(move.target_rect.col, move.target_rect.cols) for move in plan.transfers if move.target == experts["w2_weight"].name}
+    assert columns == {(0, 64), (64, 64)}, "two trainer ranks send half of the columns each"

@@ -66,6 +66,8 @@ def test_a_dense_models_bytes_by_hand():
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
     assert held.masters == 4 * (fp8 + embeddings + vectors)
     assert held.moments == 8 * (fp8 + embeddings + vectors)
+    made = [weights.count_sync_quantization(each, Candidate(Layout()), 0) for each in (job(precision={"mode": "fp8_rollout"}), job())]
+    assert made == [held.blocks, 0], "a sync to an FP8 rollout makes the blocks"
 
 
 def test_adapters_alone_are_trained_and_sent_after_the_first_sync():
@@ -106,10 +108,9 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
         assert weights.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
         assert weights.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
     deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
-    config = Config.model_validate_json('{"model": {"path": "x"}}')
-    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
-    config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
-    assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
+    for kv, nbytes in (("high", (512 + 64) * 2), ("e4m3", 512 + 1 + 64 + 1)):  # a byte for a number, one for a scale
+        config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": {"kv": kv}}))
+        assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * nbytes
 
 
 def test_a_trained_mtp_layer_is_the_last_stages():
@@ -118,22 +119,12 @@ def test_a_trained_mtp_layer_is_the_last_stages():
     config = Config.model_validate_json('{"model": {"path": "x"}, "train": {"mtp_loss_scaling_factor": 0.1}}')
     trained, layout = Workload.from_config(config, fields), Layout(pp=2)
     model = trained.model
-    extra = [
-        weights.count_trainer_memory(trained, layout, stage).gradients
-        - weights.count_trainer_memory(trained.scored, layout, stage).gradients
-        for stage in (0, 1)
-    ]
+    held = [[weights.count_trainer_memory(each, layout, stage) for each in (trained, trained.scored)] for stage in (0, 1)]
     mtp = [weight for weight in model.list_weights()[-1] if weight.megatron.startswith("mtp.")]
     numbers = sum(rect.rows * rect.cols for weight in mtp for _, rect, *_ in weight.pieces if "expert_bias" not in weight.megatron)
-    assert extra == [0, 4 * numbers] and trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
-    with_mtp, without = (weights.count_trainer_memory(each, layout, 1).weights for each in (trained, trained.scored))
-    assert with_mtp - without > 2 * model.vocab * model.hidden
-
-
-def test_a_sync_to_an_fp8_rollout_makes_the_blocks():
-    rollout = job(precision={"mode": "fp8_rollout"})
-    assert weights.count_sync_quantization(rollout, Candidate(Layout()), 0) == weights.count_trainer_memory(job(), Layout(), 0).blocks
-    assert weights.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
+    assert [one.gradients - other.gradients for one, other in held] == [0, 4 * numbers]
+    assert trained.trained_mtp_layers == 1 and trained.scored.trained_mtp_layers == 0
+    assert held[1][0].weights - held[1][1].weights > 2 * model.vocab * model.hidden
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,26 +158,25 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     assert count_logits(filtered, training=False) == (2 + 8) * LOGITS_PER_CHUNK
 
 
-def test_experts_that_run_at_once_have_padded_rows():
-    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding."""
+def test_experts_that_run_at_once_have_padded_rows_which_take_time(monkeypatch):
+    """The 16 experts of a Qwen3-235B-A22B rank share 8 rows per token. Experts that run one after the other need no padding. Padding is
+    20 % of the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
+    layout = Layout(tp=8, ep=8, etp=1)
+
+    def plan(tokens: int, **precision: str) -> Workload:
+        precision = {"backend": "transformer_engine", "reduction": "fast"} | precision
+        return job("Qwen3-235B-A22B", precision=precision, train={"micro_batch_tokens": tokens})
 
     def rows(tokens: int, **precision: str) -> float:
-        workload = job("Qwen3-235B-A22B", precision={"backend": "transformer_engine", "reduction": "fast"} | precision)
-        return RankShapes(workload, Layout(tp=8, ep=8, etp=1), tokens).expert_rows
-
-    assert (rows(6144), rows(5120), rows(1024)) == (16 * 384, 16 * 384, 16 * 128)
-    assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
-
-
-def test_padding_of_experts_takes_time(monkeypatch):
-    """20 % of the FLOPs of three products in 94 layers, whose tokens meet 8 experts of 3 x 1536 x 4096."""
-    candidate, sections = Candidate(Layout(tp=8, ep=8, etp=1)), {"precision": {"backend": "transformer_engine", "reduction": "fast"}}
+        return RankShapes(plan(tokens, **precision), layout, tokens).expert_rows
 
     def seconds() -> float:
-        workload = job("Qwen3-235B-A22B", train={"micro_batch_tokens": 5120}, **sections)
+        workload, candidate = plan(5120), Candidate(layout)
         micro_batches = candidate.micro_batches(workload) * workload.config.algorithm.updates_per_step
         return roofline.estimate_step_time(workload, candidate, NODE).train / micro_batches
 
+    assert (rows(6144), rows(5120), rows(1024)) == (16 * 384, 16 * 384, 16 * 128)
+    assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
     padded = seconds()
     monkeypatch.setattr(RankShapes, "expert_rows", property(lambda shapes: shapes.routed_rows))
     flops = 0.2 * 3 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096
@@ -316,16 +306,13 @@ def test_shared_gpus_hold_by_turns_and_a_critic_has_a_phase_of_its_own():
     assert seconds[0].critic == 0 < seconds[1].critic < seconds[1].train + seconds[1].logprobs and seconds[0].train == seconds[1].train
 
 
-def test_the_search_ranks_what_fits():
+def test_the_search_ranks_what_fits_and_an_engine_takes_several_nodes_where_one_cannot_hold_it():
+    """The second search is for a KV cache of 88 GB in addition to the weights, on nodes with one GPU each."""
     results = Planner(job(), NODE).search(3)
     assert len(results.ranked) == 3 and results.tried > 50
     steps = [verdict.seconds.step for verdict in results.ranked]
     assert steps == sorted(steps) and all(verdict.fits for verdict in results.ranked)
     assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in results.ranked}) == 3
-
-
-def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
-    """A KV cache of 88 GB in addition to the weights, on nodes with one GPU each."""
     workload, cluster = job(rollout={"max_total_tokens": 600_000}), Cluster.from_options(8, 1, "h100")
     best = Planner(workload, cluster).search(1).ranked[0].candidate
     assert (best.rollout_tp, best.nodes_per_engine) == (2, 2) and best.describe_engines() == f"{best.engines} x tp 2 on 2 nodes each"
@@ -397,7 +384,7 @@ def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
     assert result.exit_code == 0 and "--placement.max_staleness=1 --algorithm.correction=tis" in batch
 
 
-@pytest.mark.parametrize("model", EXAMPLES)
+@pytest.mark.parametrize("model", [pytest.param(model, marks=[pytest.mark.long] * (nodes > 4)) for model, nodes in EXAMPLES.items()])
 def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(model, tmp_path):
     shipped = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
     geometry = ModelGeometry.from_hf_config(shipped)
@@ -440,8 +427,7 @@ def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there
 
 def test_a_steps_samples_take_what_they_are_sent_as():
     lengths = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 400, "prompts_per_step": 2, "group_size": 2}}
-    plain = job("Qwen3-30B-A3B", algorithm={"routing_replay": "none"}, **lengths)
-    replayed = job("Qwen3-30B-A3B", algorithm={"routing_replay": "engine"}, **lengths)
+    plain, replayed = (job("Qwen3-30B-A3B", algorithm={"routing_replay": each}, **lengths) for each in ("none", "engine"))
     experts = torch.zeros(407, replayed.model.layers, replayed.top_k, dtype=torch.uint8)
     for planned, options in ((plain, {}), (replayed, {"routed_experts": experts})):
         sample = TrainingSample(torch.zeros(8), torch.zeros(400), rollout_logprobs=torch.zeros(400), **options)
@@ -451,9 +437,7 @@ def test_a_steps_samples_take_what_they_are_sent_as():
 
 def test_kept_groups_are_held_and_trained_on():
     rollout, candidate = {"prompts_per_step": 256, "group_size": 8}, Candidate(Layout(dp=2))
-    plain, replay = (
-        job("Qwen3-8B", rollout=rollout, algorithm={"correction": "tis"}, replay=each)
-        for each in (None, {"prompts_per_step": 128, "buffer_size": 512})
-    )
+    settings = {"rollout": rollout, "algorithm": {"correction": "tis"}}
+    plain, replay = (job(**settings, replay=each) for each in (None, {"prompts_per_step": 128, "buffer_size": 512}))
     assert candidate.micro_batches(replay) == pytest.approx(1.5 * candidate.micro_batches(plain), abs=1)
     assert memory_by_phase.count_kept_bytes(replay) == 512 * 8 * replay.config.longest_sequence * 9

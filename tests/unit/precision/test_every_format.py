@@ -11,7 +11,7 @@ from support import toy_format
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision import slices
-from megatron_rl.precision.quantized_weight import expand_scales
+from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
 from megatron_rl.precision.quantizers import dequantize, quantize
 from megatron_rl.precision.slices import WeightSlice, make_scales
 from parallel.formats import FORMATS, FP8, TensorFormat
@@ -20,9 +20,9 @@ QUANTIZED = [format.with_scales("pow2") for format in FORMATS.values() if format
 every_format = pytest.mark.parametrize("format", [*QUANTIZED, toy_format.TOY], ids=str)
 
 
-def random(*shape: int) -> torch.Tensor:
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
     """Numbers of many magnitudes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
 
 
@@ -62,16 +62,14 @@ def small_strips(monkeypatch):
         yield
 
 
-def quantize_slices(
-    weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_slices(weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None) -> QuantizedWeight:
     """Return (data in the weight's order, scales) computed from the slices between `cuts`."""
     held = [(WeightSlice(*weight.shape, start, format, order), weight.view(-1)[start:end]) for start, end in pairwise(cuts)]
     scale, multipliers = make_scales(torch.stack([place.find_maxima(values) for place, values in held]).amax(0), format)
     data = torch.zeros(weight.numel(), dtype=getattr(torch, format.dtype))
     for place, values in held:
         place.quantize(values, multipliers, data[place.start : place.start + len(values)])
-    return data.view(weight.shape), scale
+    return QuantizedWeight(data.view(weight.shape), scale)
 
 
 @pytest.mark.parametrize("format", [FP8.with_scales("pow2"), FP8.with_scales("fp32"), toy_format.TOY], ids=str)
@@ -80,14 +78,13 @@ def quantize_slices(
 def test_slices_give_the_bytes_and_scales_of_the_whole_weight_wherever_it_is_cut(format, data):
     rows, cols = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, rows * cols), max_size=7))), rows * cols]
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    weight = torch.randn(rows, cols, generator=generator) * torch.randn(rows, cols, generator=generator).exp()
-    order = torch.randperm(rows, generator=generator) if data.draw(st.booleans()) else None
+    seed = data.draw(st.integers(0, 99))
+    weight = random(rows, cols, seed=seed)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)) if data.draw(st.booleans()) else None
     values, scale = quantize_slices(weight, cuts, format, order)
-    expected = quantize(weight if order is None else weight[order], format)
-    if order is not None:
-        values = values.view(torch.uint8)[order]
-    assert torch.equal(values.view(torch.uint8), expected.data.view(torch.uint8)) and torch.equal(scale, expected.scale)
+    ordered = slice(None) if order is None else order
+    expected = quantize(weight[ordered], format)
+    assert torch.equal(values.view(torch.uint8)[ordered], expected.data.view(torch.uint8)) and torch.equal(scale, expected.scale)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

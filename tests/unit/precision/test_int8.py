@@ -13,17 +13,16 @@ from megatron_rl.precision.int8 import int8_matmul, quantize_int8_weight, row_ma
 F = np.float32
 
 
-def slow_row(row: np.ndarray) -> tuple[list[int], np.float32]:
-    """Return (INT8 numbers, scale) of one row as `per_token_quant_int8` computes them, in its order of operations."""
-    absmax = max(F(max(abs(float(value)) for value in row)), F(1e-10))
-    inverse = F(127) / absmax
-    # Decimal's HALF_UP is away from zero, and Decimal of a float is exact
-    return [int(Decimal(float(F(value) * inverse)).quantize(Decimal(1), ROUND_HALF_UP)) for value in row], absmax / F(127)
-
-
 def slow(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    rows = [slow_row(row) for row in matrix.float().numpy()]
-    return np.array([codes for codes, _ in rows]), np.array([[scale] for _, scale in rows], F)
+    """Return (INT8 numbers, scales) as `per_token_quant_int8` computes them row by row, in its order of operations."""
+    rows, scales = [], []
+    for row in matrix.float().numpy():
+        absmax = max(F(max(abs(float(value)) for value in row)), F(1e-10))
+        inverse = F(127) / absmax
+        # Decimal's HALF_UP is away from zero, and Decimal of a float is exact
+        rows.append([int(Decimal(float(F(value) * inverse)).quantize(Decimal(1), ROUND_HALF_UP)) for value in row])
+        scales.append([absmax / F(127)])
+    return np.array(rows), np.array(scales, F)
 
 
 def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:

@@ -18,7 +18,6 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
-from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.metrics import compute_rollout_metrics
@@ -27,12 +26,13 @@ from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measur
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
+
 
 class Lengths:
     """An engine whose clock is the trainer's version. A completion has tokens of the versions at which its group began and ended.
 
-    One problem in ten takes long: it ends when the trainer waits for it, or after `patience` seconds. `fails`: how many of the next
-    requests find no engine.
+    One problem in ten takes until the trainer waits for it, or `patience` seconds. `fails`: how many of the next requests find no engine.
     """
 
     def __init__(self) -> None:
@@ -65,16 +65,15 @@ class Run:
     """A trainer of groups of two problems with four completions each, in a run that may lose its engine or be stopped."""
 
     def __init__(self, max_staleness: int, steps: int, rounds: int = 0, state: dict | None = None, **rollout: object) -> None:
-        sections = {"placement": {"kind": "disaggregated", "max_staleness": max_staleness}, "algorithm": {}}
+        sections = {"placement": {"kind": "disaggregated", "max_staleness": max_staleness}}
         sections["algorithm"] = {"correction": "tis", "dynamic_sampling_max_rounds": rounds}
         changed = config(rollout={"prompts_per_step": 2, "group_size": 4, **rollout}, **sections)
         stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), str(position), ""), "numbers"))
         if state is not None:
             stream.load_state_dict(json.loads(json.dumps(state)))
         self.engine = Lengths()
-        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(text)], decode=lambda ids, skip_special_tokens: "")
         self.scored: list[str] = []
-        worker = RolloutWorker(changed, MultiTurnSampler(self.engine, tokenizer), stream, [], self)  # type: ignore[arg-type]
+        worker = RolloutWorker(changed, MultiTurnSampler(self.engine, TOKENIZER), stream, [], self)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
         self.sampling: list[dict[str, float]] = []
@@ -122,46 +121,34 @@ def test_groups_are_trained_once_in_the_order_they_were_drawn_despite_lengths_an
     assert sorted(map(int, run.scored)) == sorted(run.engine.ended) == list(range(2 * steps)), "what had ended is not sampled again"
 
 
+def run_and_resume(max_staleness: int, first: int, second: int, patience: float = math.inf, **options: int) -> list[Run]:
+    """Train `first` steps, and `second` more in a run that is resumed. Check that every problem is trained on or left out once."""
+    runs, state = list[Run](), None
+    for versions in (range(first), range(first, first + second)):
+        runs.append(run := Run(max_staleness, first + second, state=state, **options))
+        run.engine.patience = patience
+        for version in versions:
+            run.step(version, waits=patience == math.inf)
+        state = run.ahead.snapshot()()
+        run.ahead.close()
+    trained = [int(number) for run in runs for step in run.trained for number in step]
+    assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
+    return runs
+
+
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6))
 def test_a_resumed_run_trains_exactly_on_the_problems_that_the_first_run_left(max_staleness, first, second):
     """Dynamic sampling draws the problems of its later rounds after those of the next steps."""
-    run = Run(max_staleness, first + second, rounds=4)
-    for version in range(first):
-        run.step(version)
-    state = run.ahead.snapshot()()
-    run.ahead.close()
-    again = Run(max_staleness, first + second, rounds=4, state=state)
-    for version in range(first, first + second):
-        again.step(version)
-    state = again.ahead.snapshot()()
-    again.ahead.close()
-    trained = [int(number) for step in [*run.trained, *again.trained] for number in step]
-    assert sorted([*trained, *state.get("left_out", ())]) == list(range(state["position"]))
+    run_and_resume(max_staleness, first, second, rounds=4)
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 8), st.integers(0, 8))
 def test_over_sampling_trains_once_on_every_problem_and_aborts_none_twice(max_staleness, extra, first, second):
     """After a resume, aborted problems come first."""
-    run = Run(max_staleness, first + second, over_sampling_prompts=extra)
-    run.engine.patience = 0.02
-    for version in range(first):
-        run.step(version, waits=False)
-    state = run.ahead.snapshot()()
-    run.ahead.close()
-    again = Run(max_staleness, first + second, state=state, over_sampling_prompts=extra)
-    again.engine.patience = 0.02
-    for version in range(first, first + second):
-        again.step(version, waits=False)
-    left = again.ahead.snapshot()()
-    again.ahead.close()
-    steps = [*run.trained, *again.trained]
-    trained = [int(number) for step in steps for number in step]
-    assert all(len(step) == 2 for step in steps)
-    assert sorted([*trained, *left.get("left_out", ())]) == list(range(left["position"]))
-    assert max([*run.ages, *again.ages], default=0) <= max_staleness
-    for each in (run, again):
-        assert max(Counter(each.engine.aborted).values(), default=0) <= 1
+    for run in run_and_resume(max_staleness, first, second, patience=0.02, over_sampling_prompts=extra):
+        assert all(len(step) == 2 for step in run.trained) and max(run.ages, default=0) <= max_staleness
+        assert max(Counter(run.engine.aborted).values(), default=0) <= 1
 
 
 def test_over_sampling_does_not_wait_for_the_slowest_until_it_was_aborted_once():
@@ -235,30 +222,21 @@ def test_the_trainer_reports_how_long_it_waited_and_not_how_long_generation_took
     assert compute_rollout_metrics(rollout)["tokens/per_second"] == 8
 
 
-class Engine:
-    """Returns two tokens for every prompt, sampled by the given versions."""
-
-    def __init__(self, *versions: int) -> None:
-        self.versions = list(versions)
-
-    def generate(self, prompts_B, samplings, abort=None):
-        sampled = np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)
-        return [Generation(*sampled) for _ in prompts_B]
-
-
-def answer(engine: Engine, version: int, staleness: int) -> Completion:
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [65], decode=lambda ids, skip_special_tokens: "")
-    return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], [SamplingParams(1.0, 9)], version, staleness)[0]  # type: ignore[arg-type]
+def answer(versions: list[int], version: int, staleness: int) -> Completion:
+    """Sample two tokens of the given versions, while the trainer holds `version`."""
+    sampled = np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[-1], np.array(versions)
+    engine = SimpleNamespace(generate=lambda prompts, samplings, abort: [Generation(*sampled) for _ in prompts])
+    return MultiTurnSampler(engine, TOKENIZER).sample([Problem("0", "65", "")], [SamplingParams(1.0, 9)], version, staleness)[0]
 
 
 def test_tokens_within_the_bound_are_taken_with_their_versions_and_others_break_the_run():
-    completion = answer(Engine(4, 5), 6, 2)
+    completion = answer([4, 5], 6, 2)
     assert (completion.version_lags_T.tolist(), completion.policy_version) == ([2, 1], 5)
     (sequence,) = to_training_samples(RolloutBatch([completion]))
     assert sequence.version_lags.tolist() == [2, 1]
-    for versions, wrong in (((3, 5), 3), ((6, 7), 7)):
+    for versions, wrong in (([3, 5], 3), ([6, 7], 7)):
         with pytest.raises(RunError, match=f"policy version {wrong}, the trainer holds version 6 and takes 4 and newer"):
-            answer(Engine(*versions), 6, 2)
+            answer(versions, 6, 2)
 
 
 def sampled(ages: list[int], difference: list[float]) -> TrainingSample:
@@ -288,9 +266,7 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     mixed = sampled([1, 0], [9.0, 0.05])
     mixed.response_ids, mixed.response_mask = torch.tensor([2] * 3), torch.tensor([False, True, True])
     metrics = measure_mismatch([long, short, mixed], by_position=True)
-    by_bin = {
-        start: (metrics[f"mismatch/position/{start}/tokens"], metrics[f"mismatch/position/{start}/abs_mean"]) for start in (0, 32, 64)
-    }
+    by_bin = {start: tuple(metrics[f"mismatch/position/{start}/{name}"] for name in ("tokens", "abs_mean")) for start in (0, 32, 64)}
     assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))} and len(metrics) == 3 + 6
     assert bin_mismatch(long) == [(32, close(0.01)), (32, close(0.02)), (6, close(0.04))]
     assert bin_mismatch(mixed) == [(1, close(0.05))] and bin_mismatch(sampled([], [])) == []
@@ -300,10 +276,6 @@ def config(**sections: dict) -> Config:
     return Config.model_validate({"model": {"path": "m"}, **sections}, strict=False)
 
 
-def test_stale_tokens_may_be_trained_on_with_a_correction():
-    """Refusals: tests/unit/preflight/test_rules.py."""
-    for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
-        check(Facts(config(placement={"kind": "disaggregated", "max_staleness": 1}, algorithm=algorithm)), Needs.TRAINER)
-    check(Facts(config(log={"attribute_every": 2})), Needs.TRAINER)
-    with pytest.raises(ValueError, match='needs kind = "disaggregated"'):  # who takes turns cannot run ahead
+def test_who_takes_turns_cannot_run_ahead():
+    with pytest.raises(ValueError, match='needs kind = "disaggregated"'):
         config(placement={"max_staleness": 1})

@@ -27,22 +27,13 @@ def check_devices(config: Config, node_gpus: int = 0) -> None:
     check(Facts(config, node_gpus=node_gpus), Needs.ENGINE | Needs.MACHINE | Needs.NODE)
 
 
-Started = list[tuple[list[str], dict[str, str], Path]]
-
-
-def start_nodes(monkeypatch, config: Config, number: int) -> tuple[Started, str]:
-    """Return arguments, environment and log of the processes that engine `number` would be started as, and its URL."""
-    started: Started = []
+def start_nodes(monkeypatch, config: Config, number: int) -> tuple[list, str]:
+    """Return (arguments, environment, log) of the processes that engine `number` would be started as, and its URL."""
+    started: list[tuple[list[str], dict[str, str], Path]] = []
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda *parts: started.append(parts))
     url = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process().url
     return started, url
-
-
-def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
-    """Return arguments and environment of the single process that engine `number` would be started as, and its URL."""
-    ((arguments, environment, _),), url = start_nodes(monkeypatch, config, number)
-    return arguments, environment, url
 
 
 @pytest.fixture
@@ -92,24 +83,19 @@ def test_nodes_on_one_machine_share_its_cores(launchers, monkeypatch):
 def test_engines_are_on_this_machine_by_default_and_are_spread_evenly_in_order(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
     check_devices(local)
-    expected = [[EnginePlacement(index=index)] for index in range(2)]
-    assert [place_engine(local.rollout, number) for number in range(2)] == expected
+    assert [place_engine(local.rollout, number) for number in range(2)] == [[EnginePlacement(index=index)] for index in range(2)]
     launchers("", "srun --nodelist=node2")
-    assert [place_engine(config().rollout, number) for number in range(4)] == [
-        [EnginePlacement("10.0.0.5", "", 0)],
-        [EnginePlacement("10.0.0.5", "", 1)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0)],
-        [EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1)],
-    ]
+    places = ("10.0.0.5", "", 0), ("10.0.0.5", "", 1), ("10.0.0.6", "srun --nodelist=node2", 0), ("10.0.0.6", "srun --nodelist=node2", 1)
+    assert [place_engine(config().rollout, number) for number in range(4)] == [[EnginePlacement(*place)] for place in places]
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
     launchers("srun --nodelist=node3", "srun --nodelist=node4")
     spread = config(tp=2)
-    environments = [start_process(monkeypatch, spread, number)[1] for number in range(4)]
+    environments = [environment for number in range(4) for _, environment, _ in start_nodes(monkeypatch, spread, number)[0]]
     assert [environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for environment in environments] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = [start_process(monkeypatch, spread, number)[0] for number in range(4)]
+    words = [arguments for number in range(4) for arguments, _, _ in start_nodes(monkeypatch, spread, number)[0]]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
 
@@ -130,7 +116,7 @@ def test_neighbors_on_another_machine_never_choose_the_same_port(launchers, monk
     launchers("srun --nodelist=node2")
     neighbors = config(8, hosts=("10.0.0.5",))
     for _ in range(50):
-        ports = [int(start_process(monkeypatch, neighbors, number)[2].rpartition(":")[2]) for number in range(8)]
+        ports = [int(start_nodes(monkeypatch, neighbors, number)[1].rpartition(":")[2]) for number in range(8)]
         assert [port % 16 for port in ports] == list(range(0, 16, 2)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
@@ -152,13 +138,8 @@ MAPS = """7f2c5a000000-7f2c5a0c1000 r--p 00000000 fe:00 11 /site/nvidia/cu13/lib
 """
 
 
-@pytest.fixture
-def maps(tmp_path):
-    (tmp_path / "maps").write_text(MAPS)
-    return tmp_path / "maps"
-
-
-def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(maps, monkeypatch):
+def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(tmp_path, monkeypatch):
+    (maps := tmp_path / "maps").write_text(MAPS)
     assert str(memory_saver.find_cuda_runtime("13.0", maps)) == "/site/nvidia/cu13/lib/libcudart.so.13.0.96"
     assert str(memory_saver.find_cuda_runtime("12.9", maps).parent) == "/with a space"
     assert memory_saver.find_cuda_runtime("14.0", maps) is None and memory_saver.find_cuda_runtime("13.0") is None
@@ -172,9 +153,7 @@ def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(m
 
 def test_without_the_runtime_a_colocated_run_is_refused():
     memory_saver.check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None)
-    with pytest.raises(
-        UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, which torch has not loaded; install the"
-    ):
+    with pytest.raises(UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, which torch has not loaded; install"):
         memory_saver.check({}, "13.0")
     with pytest.raises(UserError, match="^PYTORCH_ALLOC_CONF = .*expandable segments"):
         memory_saver.check({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, None)

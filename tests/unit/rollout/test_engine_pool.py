@@ -78,7 +78,8 @@ class Fleet:
         self.messages: list[str] = []
         self.threads: set[int] = set()
         self._broken = broken
-        self.engines = EnginePool(make_config(**rollout), self.start, self.messages.append)
+        config = Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False)
+        self.engines = EnginePool(config, self.start, self.messages.append)
 
     def start(self, number: int) -> Scripted:
         self.threads.add(threading.get_ident())
@@ -92,10 +93,6 @@ class Fleet:
         with pytest.raises(EngineLostError) as error:
             self.engines.admit()
         return error.value
-
-
-def make_config(**rollout: object) -> Config:
-    return Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False)
 
 
 @pytest.fixture
@@ -143,7 +140,7 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
         assert len(answers.result(60)) == 80
 
 
-def test_requests_of_a_lost_engine_are_sampled_by_the_others(fleet):
+def test_requests_of_a_lost_engine_are_sampled_by_the_others_and_without_one_left_generating_says_why(fleet):
     two = fleet(engines=2)
     lost = two.started[0]
     lost.dead = True
@@ -159,9 +156,6 @@ def test_requests_of_a_lost_engine_are_sampled_by_the_others(fleet):
     two.engines.admit()
     two.engines.generate(prompts(40), GREEDY)
     assert sum(two.started[2].asked) > 0
-
-
-def test_without_an_engine_left_generating_says_why(fleet):
     single = fleet()
     single.started[0].dead = True
     with pytest.raises(EngineLostError, match="engine 0 is gone") as error:

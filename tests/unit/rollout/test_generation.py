@@ -80,9 +80,8 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.output_ids_T.tolist() == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
     assert completion.response_mask_T.tolist() == [True] * 3 + [False] + [True] * 2 + [False] + [True]
     assert completion.logprobs_T.tolist() == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
-    assert completion.routed_experts_T is not None
     assert completion.routed_experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
-    assert completion.kept_tokens is not None and completion.kept_tokens.counts.tolist() == [2] * 6, "of the policy's tokens alone"
+    assert completion.kept_tokens.counts.tolist() == [2] * 6, "of the policy's tokens alone"
     assert completion.kept_tokens.ids.reshape(6, 2)[:, 0].tolist() == [a, a, stop, b, stop, ord("c")]
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.num_turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")

@@ -1,5 +1,6 @@
 """Metrics and sample rows of rollouts, and the choice of groups."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -16,12 +17,10 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 
-def completion(
-    level: int, correct: bool, length: int = 3, finish: str = "stop", error: str = "", value: float | None = None, source: str = ""
-) -> Completion:
-    reward = Reward(float(correct) if value is None else value, correct, error)
+def completion(level: int, correct: bool, length: int = 3, finish: str = "stop", source: str = "", **reward: object) -> Completion:
+    rewarded = Reward(**{"value": float(correct), "correct": correct, **reward})
     problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level, source=source)
-    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward)
+    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", rewarded)
 
 
 @pytest.mark.parametrize("completions, accuracies", [
@@ -120,17 +119,8 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer()), stream, held_out, rewards)
 
 
-@pytest.fixture
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine):
-    return make_worker(engine, FakeRewards())
-
-
-def test_groups_lie_side_by_side(worker):
+def test_groups_lie_side_by_side():
+    worker = make_worker(FakeEngine(), FakeRewards())
     completions = worker.collect(worker.draw(5)).completions_B
     assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
     assert [member.text for member in completions] == list("abcd" * 2)
@@ -140,7 +130,8 @@ def test_groups_lie_side_by_side(worker):
         worker.collect(worker.draw(6))
 
 
-def test_draws_are_a_function_of_version_and_place(worker, engine):
+def test_draws_are_a_function_of_version_and_place():
+    worker = make_worker(engine := FakeEngine(), FakeRewards())
     worker.collect(worker.draw(5))
     first = {sampling.seed for sampling in engine.sampling}
     assert len(first) == 8
@@ -150,8 +141,8 @@ def test_draws_are_a_function_of_version_and_place(worker, engine):
     assert len(engine.sampling) > 16 and not {sampling.seed for sampling in engine.sampling[16:]} & first
 
 
-def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
-    eval_settings = {"samples": 2, "temperature": 0.25, "top_k": 3}
+def test_held_out_problems_are_sampled_by_settings_of_their_own():
+    engine, eval_settings = FakeEngine(), {"samples": 2, "temperature": 0.25, "top_k": 3}
     worker = make_worker(engine, FakeRewards(), rollout={"stop": ["\n"], "min_p": 0.1, "max_new_tokens": 7}, eval=eval_settings)
     completions = worker.evaluate(5).completions_B
     assert [member.problem.level for member in completions] == [1, 1, 2, 2]
@@ -207,21 +198,14 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing_and_ends_with_a_fu
 
 def test_excluded_completions_give_a_group_no_signal():
     worker, scripted = dynamic(1, {"0": EQUAL, "1": MIXED})
-    scores = scripted.score
-
-    def excluding(texts, problems, lengths, broken):
-        rewards = scores(texts, problems, lengths, broken)
-        rewards[0] = Reward(0.0, False, "timed out", excluded=True)
-        return rewards
-
-    scripted.score = excluding
+    score = scripted.score
+    scripted.score = lambda *args: [Reward(0.0, False, "timed out", excluded=True), *score(*args)[1:]]
     assert worker.collect(worker.draw(5)).sampling["sampling/without_signal"] == 1
 
 
 def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a_gradient():
-    worker, scripted = dynamic(
-        3, {"0": [1.0, 0.0, 0.0, 0.0], "1": MIXED, "2": [1.0] * 3 + [0.0], "3": EQUAL}, accuracy_low=0.3, accuracy_high=0.7
-    )
+    groups = {"0": [1.0, 0.0, 0.0, 0.0], "1": MIXED, "2": [1.0] * 3 + [0.0], "3": EQUAL}
+    worker, scripted = dynamic(3, groups, accuracy_low=0.3, accuracy_high=0.7)
     score = scripted.score
     scripted.score = lambda *args: [replace(reward, correct=reward.value == 1.0) for reward in score(*args)]
     rollout = worker.collect(worker.draw(5))
@@ -232,14 +216,12 @@ def test_groups_outside_of_the_range_of_accuracy_are_replaced_and_fill_without_a
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_truncated_completions_are_masked_on_request(mask):
-    engine = FakeEngine()
-    generate = engine.generate
-    worker = make_worker(engine, FakeRewards(), algorithm={"mask_truncated_completions": mask})
+    class CutEveryOther(FakeEngine):
+        def generate(self, *args, **named):
+            ends = itertools.cycle(["stop", "length"])
+            return [replace(result, finish_reason=end) for result, end in zip(super().generate(*args, **named), ends, strict=False)]
 
-    def cut_every_other(*args, **named):
-        return [replace(result, finish_reason="length" if number % 2 else "stop") for number, result in enumerate(generate(*args, **named))]
-
-    engine.generate = cut_every_other
+    worker = make_worker(CutEveryOther(), FakeRewards(), algorithm={"mask_truncated_completions": mask})
     assert [member.masked for member in worker.collect(worker.draw(5)).completions_B] == [False, mask] * 4
 
 

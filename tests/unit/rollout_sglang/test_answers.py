@@ -26,14 +26,9 @@ def test_a_token_that_was_not_kept_ends_the_run(masks):
 
 
 def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
-    meta = {
-        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
-        "weight_version": spans[-1][0],
-        "cached_tokens": 0,
-        "output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)],
-        "finish_reason": {"type": "stop"},
-    }
-    return {"meta_info": meta}
+    versions = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    meta = {"weight_versions": versions, "weight_version": spans[-1][0], "cached_tokens": 0, "finish_reason": {"type": "stop"}}
+    return {"meta_info": meta | {"output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)]}}
 
 
 def test_the_engine_tells_every_tokens_version():

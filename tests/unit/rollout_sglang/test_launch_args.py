@@ -53,8 +53,7 @@ def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_pref
     options = dict(pairwise(arguments))
     assert options["--kv-cache-dtype"] == "fp8_e4m3" and options["--attention-backend"] == "flashinfer"
     assert not {"--kv-cache-dtype", "--attention-backend"} & set(start()[0])
-    arguments, _ = start()
-    assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
+    assert not {"--disable-radix-cache", "--chunked-prefill-size"} & set(start()[0])
     arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 
@@ -103,23 +102,13 @@ def test_the_cpu_platform_answers_only_when_it_is_chosen(monkeypatch):
     assert activate() == "rollout_sglang.platform.cpu.CpuPlatform"
 
 
-USEFUL = {
-    "mem_fraction_static": 0.8,
-    "max_prefill_tokens": 32768,
-    "schedule_policy": "lpm",
-    "schedule_conservativeness": 1,
-    "cuda_graph_bs_decode": [1, 2, 4],
-    "disable_cuda_graph": False,
-    "disable_custom_all_reduce": True,
-    "watchdog_timeout": 600.0,
-}
-
-
 def test_options_for_large_models_pass():
-    check(USEFUL)
+    useful = {"mem_fraction_static": 0.8, "max_prefill_tokens": 32768, "schedule_policy": "lpm", "schedule_conservativeness": 1}
+    useful |= {"cuda_graph_bs_decode": [1, 2, 4], "disable_cuda_graph": False, "disable_custom_all_reduce": True, "watchdog_timeout": 600.0}
+    check(useful)
     graphs = ["--cuda-graph-bs-decode", "1", "2", "4"]
-    assert make_arguments(USEFUL)[-7:] == [*graphs, "--disable-custom-all-reduce", "--watchdog-timeout", "600.0"]
-    assert "--disable-cuda-graph" not in make_arguments(USEFUL)
+    assert make_arguments(useful)[-7:] == [*graphs, "--disable-custom-all-reduce", "--watchdog-timeout", "600.0"]
+    assert "--disable-cuda-graph" not in make_arguments(useful)
     assert make_arguments({"extra_metric_labels": {"run": "a"}}) == ["--extra-metric-labels", '{"run": "a"}']
 
 
@@ -155,13 +144,10 @@ def test_the_table_is_of_this_sglang():
         assert reason != GROUPS[known[name][0]], name  # it would be no exception
 
 
-def test_an_unknown_group_is_refused(monkeypatch):
+def test_an_unknown_group_is_refused_and_without_sglang_the_table_alone_decides(monkeypatch):
     monkeypatch.setattr(server_options, "GROUPS", {})
     with pytest.raises(UserError, match="is of a kind that is unknown to this project"):
         check({"mem_fraction_static": 0.8})
-
-
-def test_without_sglang_the_table_alone_decides(monkeypatch):
     monkeypatch.setattr(server_options, "read_arguments", dict)
     check({"anything": 1})
     with pytest.raises(UserError, match="is set by rollout.tp"):

@@ -20,20 +20,8 @@ from rollout_sglang.process import EngineProcess, EngineProcesses
 FOLDER = str(Path(sys.executable).parent)
 
 
-@pytest.fixture
-def not_activated(monkeypatch):
+def test_programs_beside_the_interpreter_are_found_without_activation(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-
-
-@pytest.fixture
-def unchanged_process():
-    handler, mask = signal.getsignal(signal.SIGUSR1), os.umask(0)
-    yield
-    signal.signal(signal.SIGUSR1, handler)
-    os.umask(mask)
-
-
-def test_programs_beside_the_interpreter_are_found_without_activation(not_activated, monkeypatch):
     assert shutil.which("pytest") is None
     monkeypatch.setattr(command_line, "app", lambda prog_name: None)
     command_line.main()
@@ -42,9 +30,11 @@ def test_programs_beside_the_interpreter_are_found_without_activation(not_activa
     assert os.environ["PATH"] == f"{FOLDER}:/usr/bin:/bin"
 
 
-@pytest.mark.usefixtures("unchanged_process")
-def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(not_activated, monkeypatch):
+def test_an_engine_finds_programs_and_no_megatron_before_it_imports_sglang(monkeypatch):
     """An engine started by another node's launcher does not have this environment."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "umask", lambda _: 0)
     steps = []
     monkeypatch.setattr(stub_modules, "block_megatron", lambda: steps.append("blocked"))
     monkeypatch.setattr(registry, "verify", lambda: sys.exit(os.environ["PATH"]))

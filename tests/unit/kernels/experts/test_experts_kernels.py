@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_gpu_libraries
 from support.fp8_reference import check_columns, check_rows, same_bits, uneven
-from support.kernel_tests import in_interpreter
+from support.kernel_tests import in_interpreter, random
 from support.triton_kernels import needs_triton
 
 from megatron_rl.kernels.experts import expert_sum
@@ -21,10 +21,6 @@ SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])
 """Tokens of two ranks for three experts."""
 
 
-def draw(rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width)).to(dtype)
-
-
 def make_order() -> torch.Tensor:
     return torch.randperm(TOKENS * K, generator=torch.Generator().manual_seed(0)).view(TOKENS, K).sort(1).values
 
@@ -37,7 +33,7 @@ def sum_in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def test_scatter_and_sum_are_each_others_gradients():
-    order, x, rows = make_order(), draw(TOKENS, 16).requires_grad_(), draw(TOKENS * K, 16).requires_grad_()
+    order, x, rows = make_order(), random(TOKENS, 16, seed=1).requires_grad_(), random(TOKENS * K, 16, seed=2).requires_grad_()
     spread, summed = scatter_tokens(x, order), sum_tokens(rows, order)
     assert all(torch.equal(spread[places], x) for places in order.unbind(1))
     assert torch.allclose(summed, sum_in_order(rows, order), atol=1e-6)
@@ -52,11 +48,11 @@ def test_the_kernels_give_the_references_bits():
 
     order, places, weights = make_order(), torch.tensor([7, 0, 3]), torch.tensor([0.3, 1.7, 0.0])
     for dtype, width in ((torch.float32, 48), (torch.bfloat16, 64), (torch.int32, 33)):
-        x = (draw(TOKENS, width) * 100).to(dtype)
+        x = (random(TOKENS, width, seed=1) * 100).to(dtype)
         rows = scatter(x, order)
         assert torch.equal(rows, scatter_tokens(x, order)) and torch.equal(collect_rows(rows, places, None), collect(rows, places))
         if dtype is torch.float32:
-            rows = draw(TOKENS * K, width)
+            rows = random(TOKENS * K, width, seed=2)
             assert torch.equal(sum_rows(rows, order), sum_in_order(rows, order))
             assert torch.equal(collect_rows(rows, places, weights), weigh(rows[places], weights))
     exact = torch.arange(TOKENS * K * 64).view(TOKENS * K, 64).remainder(32).bfloat16()  # the interpreter truncates to BF16
@@ -83,25 +79,12 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
         assert first[number] == sum(groups.lengths[:tile]) and length[number] == groups.lengths[tile]
 
 
-def make_groups() -> TokenGroups:
-    return TokenGroups.from_counts(SENT, "cpu")
-
-
-def test_tokens_lie_sorted_by_expert_then_by_the_rank_they_came_from():
-    groups = make_groups()
-    assert groups.lengths == [128, 0, 256] and groups.rows == 384
-    assert groups.places.tolist() == [0, 1, 2, *range(128, 258), 3, *range(258, 278)]
-    assert groups.sources[:5].tolist() == [0, 1, 2, 133, -1] and groups.sources[groups.places].tolist() == list(range(154))
-    alone = TokenGroups.from_counts(SENT.sum(0).tolist(), "cpu")
-    assert alone.lengths == groups.lengths and alone.places.tolist() == [0, 1, 2, 3, *range(128, 278)]
-
-
 @in_interpreter
 def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
-    groups = make_groups()
+    groups = TokenGroups.from_counts(SENT, "cpu")
     tokens = len(groups.places)
     weights = torch.rand(tokens, generator=torch.Generator().manual_seed(0))
     for scale_format, dtype in (("pow2", torch.float32), ("fp32", torch.bfloat16)):
@@ -135,11 +118,10 @@ def test_shapes_that_do_not_fit_are_refused():
     for function in (scatter, sum_rows):
         with pytest.raises(ValueError, match="does not match"):
             function(torch.zeros(4, 8), make_order())
-
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="must have a row per token"):
             pack(torch.zeros(shape), torch.zeros(5, 2, dtype=torch.int64), "pow2")
-    groups, gradient = make_groups(), torch.zeros(154, 256)
+    groups, gradient = TokenGroups.from_counts(SENT, "cpu"), torch.zeros(154, 256)
     for outputs, weights in ((torch.zeros(154, 256), 154), (torch.zeros(384, 256), 153), (torch.zeros(384, 256).bfloat16(), 154)):
         with pytest.raises(ValueError, match="and groups do not match"):
             quantize_weighed(gradient, outputs, torch.zeros(weights), groups, "pow2", columns=True)
@@ -163,9 +145,8 @@ def add_slowly(outputs: dict[int, torch.Tensor], first: int, count: int) -> torc
 def draw_choices(num_experts: int, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return outputs `[n, H]` of many magnitudes, and their tokens `[n]` and experts `[n]` in random order. Some tokens have no expert."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, experts = (
-        (torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)).nonzero().t()
-    )
+    chosen = torch.rand(num_tokens, num_experts, generator=generator) < torch.rand(num_tokens, 1, generator=generator)
+    tokens, experts = chosen.nonzero().t()
     order = torch.randperm(len(tokens), generator=generator)
     outputs = torch.randn(len(tokens), HIDDEN, generator=generator) * 2.0 ** torch.randint(-9, 9, (len(tokens), 1), generator=generator)
     return outputs, tokens[order], experts[order]

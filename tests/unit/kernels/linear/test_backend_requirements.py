@@ -7,8 +7,7 @@ import torch
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
-from megatron_rl.config import Config, ModelConfig, PrecisionConfig
-from megatron_rl.config.sync import SyncConfig
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import Facts, Needs, check
@@ -32,33 +31,31 @@ def hopper(monkeypatch):
     return versions
 
 
-def check_machine(precision: PrecisionConfig) -> None:
-    sync = SyncConfig(transport="gloo")  # works on a GPU and without
-    check(Facts(Config(model=ModelConfig(path=Path("m")), precision=precision, sync=sync)), Needs.TRAINER | Needs.MACHINE)
+def check_machine(**precision: str) -> None:
+    sections = {"model": {"path": Path("m")}, "precision": precision, "sync": {"transport": "gloo"}}  # works on a GPU and without
+    check(Facts(Config.model_validate(sections)), Needs.TRAINER | Needs.MACHINE)
 
 
-def refused(backend: str, **precision: str) -> str:
+def refused(backend: str) -> str:
     with pytest.raises(UserError) as caught:
-        check_machine(PrecisionConfig(backend=backend, **precision))
+        check_machine(backend=backend)
     return str(caught.value)
 
 
 def test_a_whole_machine_can_run_them_all(hopper):
     assert all(requirements.find_missing(name) == [] for name in requirements.BACKENDS)
     for name in requirements.BACKENDS:
-        check_machine(PrecisionConfig(backend=name))
+        check_machine(backend=name)
 
 
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(requirements, "find_version", {}.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
-    check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
+    check_machine(backend="deep_gemm", mode="bf16")  # a mode without FP8 layers needs none
     line = refused("deep_gemm")
-    assert line.startswith(
-        "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
-        "no nvcc to compile its kernels; install torch's CUDA build"
-    )
+    missing = "torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, no nvcc to compile its kernels"
+    assert line.startswith(f"precision.backend = 'deep_gemm': cannot run here: {missing}; install torch's CUDA build")
     assert "pip install sgl-deep-gemm==0.2.3.post2" in line and line.endswith("or use emulated")
 
 
@@ -93,23 +90,22 @@ def test_experts_need_deep_gemm_whatever_multiplies_the_rest_and_the_original_pa
     assert requirements.find_missing("emulated", experts=True) == []
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
     hopper["deep_gemm"] = "2.6.1+54e2261"
-    check_machine(PrecisionConfig(backend="deep_gemm"))
+    check_machine(backend="deep_gemm")
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not a supported version, 2.1 to below 2.7" in refused("deep_gemm")
 
 
-def geometry(**widths: int) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
-
-
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_weights_that_are_cut_within_a_block_are_refused(backend):
-    wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    requirements.check_model(backend, FP8, geometry(**wide), Layout(tp=2))
-    uneven = geometry(**wide | {"intermediate_size": 384})
+    def geometry(**changes: int) -> ModelGeometry:
+        widths = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2) | changes
+        return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
+
+    requirements.check_model(backend, FP8, geometry(), Layout(tp=2))
+    uneven = geometry(intermediate_size=384)
     with pytest.raises(UserError, match=r"widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
         requirements.check_model(backend, FP8, uneven, Layout(tp=2))
-    small_heads = geometry(**wide | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4})
+    small_heads = geometry(head_dim=64, num_attention_heads=8, num_key_value_heads=4)
     with pytest.raises(UserError, match=r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them on rank 0"):
         requirements.check_model(backend, FP8, small_heads, Layout())
     requirements.check_model("emulated", FP8, uneven, Layout(tp=2))

@@ -17,7 +17,7 @@ def cut(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @in_interpreter
-def test_bytes_and_scales_match_two_separate_kernels():
+def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -38,12 +38,7 @@ def test_bytes_and_scales_match_two_separate_kernels():
             assert same_bits(pair, other) and [each.stride() for each in pair] == [each.stride() for each in other]
         alone = quantize_norm(x, residual, weight, EPS, scale_format, columns=False)
         assert alone[3] is None and same_bits(alone[2], rows)
-
-
-@in_interpreter
-def test_rows_and_columns_are_padded_with_zeros_to_multiples_of_16_for_transformer_engine():
-    from megatron_rl.kernels.norm.triton import quantize_norm
-
+    # for Transformer Engine, rows and columns are padded with zeros to multiples of 16
     x, weight = uneven(131, 256, torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
     *_, plain_rows, plain_columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True)
     *_, rows, columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True, row_multiple=16, column_multiple=16)

@@ -15,14 +15,12 @@ from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import round_trip_1x128
 from parallel.row_sums import LEAF, halve, holds_node, list_merges
 
-DTYPES = [torch.float32, torch.bfloat16]
-
 
 def cut(x: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return [part.contiguous() for part in x.chunk(ranks, -1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("leaves, columns", [(2, 33), (6, 300), (8, 576), (24, 128)])
 def test_every_number_of_ranks_and_rows_gives_the_same_bits(leaves, columns, dtype):
     x, weight = random(530, leaves * LEAF, seed=0).to(dtype), random(columns, leaves * LEAF, seed=1).to(dtype)

@@ -23,6 +23,7 @@ VOCABULARY, TOKENS = 3000, 50
 def _one_rank(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(two_batch, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=contextlib.nullcontext))
 
 
 def make_layer(dtype: torch.dtype, width: int = SPLIT_SUM + 31) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,8 +34,10 @@ def make_layer(dtype: torch.dtype, width: int = SPLIT_SUM + 31) -> tuple[torch.T
     return hidden.to(dtype).requires_grad_(), (weight / 8).to(dtype).requires_grad_(), targets
 
 
-def _keep(scaled: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(scaled, -torch.inf).scatter(-1, kept, scaled.gather(-1, kept))
+def keep_some(tokens: torch.Tensor, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return three tokens for each, and the logits of these alone."""
+    kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1)
+    return kept.int(), torch.full_like(scaled, -torch.inf).scatter(-1, kept, scaled.gather(-1, kept))
 
 
 @pytest.mark.parametrize("rows", [16, 23, 1000])
@@ -44,13 +47,12 @@ def test_logprobs_gradients_and_entropies_match_whole_logits(monkeypatch, rows, 
     """The same bits for any chunk size, including a last chunk of two rows."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", rows * VOCABULARY)
     hidden, weight, tokens = make_layer(dtype)
-    kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
-    targets = Targets(tokens, temperature, kept)
     scaled = invariant_matmul(hidden, weight).float() / temperature
+    kept, among = keep_some(tokens, scaled) if keep else (None, scaled)
+    targets = Targets(tokens, temperature, kept)
     everything = tree.log_softmax(scaled)
     torch.testing.assert_close(everything, F.log_softmax(scaled, -1))
-    wanted = everything if kept is None else tree.log_softmax(_keep(scaled, kept.long()))
-    wanted = wanted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    wanted = tree.log_softmax(among).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     scored, entropies = score_tokens(hidden, weight, targets)
     at_targets = token_logprobs(hidden, weight, targets)
     assert torch.equal(scored, wanted) and torch.equal(at_targets, wanted)
@@ -67,11 +69,11 @@ def test_the_gradient_of_entropies_matches_autograd(monkeypatch, temperature, ke
     """In chunks of 23 rows, with the gradient of log-probs or alone."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 23 * VOCABULARY)
     hidden, weight, tokens = make_layer(torch.float32)
-    kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
     scaled = (hidden.double() @ weight.double().t()) / temperature
+    kept, among = keep_some(tokens, scaled) if keep else (None, scaled)
     everything = F.log_softmax(scaled, -1)
-    wanted = everything if kept is None else F.log_softmax(_keep(scaled, kept.long()), -1)
-    wanted, entropy = wanted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(everything.exp() * everything).sum(-1)
+    wanted = F.log_softmax(among, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    entropy = -(everything.exp() * everything).sum(-1)
     scored, entropies = score_tokens(hidden, weight, Targets(tokens, temperature, kept))
     factors = torch.linspace(-1, 1, TOKENS)
     got = torch.autograd.grad((entropies * factors).sum() + (0 if alone else (scored * factors.flip(0)).sum()), (hidden, weight))
@@ -136,11 +138,6 @@ def test_scored_positions_are_the_sampled_tokens(mask, index):
     assert scored.restore(scored.select(row).unsqueeze(0)).tolist() == [[(position + 1.0) * (position in index) for position in range(5)]]
 
 
-@pytest.fixture(autouse=True)
-def no_megatron(monkeypatch):
-    monkeypatch.setattr(two_batch, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=contextlib.nullcontext))
-
-
 def work(number: int, log: list, parts: int = 3):
     def run() -> int:
         for part in range(parts):
@@ -195,22 +192,12 @@ def test_each_micro_batch_has_its_own_value_of_an_attribute():
 def test_backward_passes_alternate_in_the_opposite_order():
     log: list = []
 
-    class Note(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, what):
-            ctx.what = what
-            log.append(what)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            log.append(ctx.what)
-            return gradient * 2, None
-
     def forward(number: int) -> torch.Tensor:
         x = torch.ones(1, requires_grad=True)
         for part in range(3):
-            x = Note.apply(x, (number, part))
+            x = x * 2
+            log.append((number, part))
+            x.register_hook(lambda _, part=part: log.append((number, part)))
             give_turn()
         return x
 

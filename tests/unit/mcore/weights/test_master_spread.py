@@ -1,5 +1,7 @@
 """The masters that a rank draws for its shards equal those of the whole tensor, whatever part it holds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,20 +14,14 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.masters import hash_places, spread, spread_blocks, spread_within_blocks
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import quantize
+from parallel.digest import view_rect
 from parallel.shards import HFTensor, Rect, Region, Shard, stack_regions, take_all, take_rows
 
 ROWS, COLS = 300, 200
 TENSOR = HFTensor("model.layers.0.mlp.down_proj.weight", ROWS, COLS, "mlp_out")
 WEIGHTS = (torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 PLACES = hash_places(5, TENSOR.name, Rect(0, 0, ROWS, COLS))
-
-
-class OneTensor:
-    """A checkpoint of `WEIGHTS`."""
-
-    def read_values(self, region: Region) -> torch.Tensor:
-        row, col, rows, cols = region.tensor_rect
-        return WEIGHTS[row : row + rows, col : col + cols]
+CHECKPOINT = SimpleNamespace(read_values=lambda region: view_rect(WEIGHTS, region.tensor_rect))
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +33,16 @@ def make_spread(**precision: str) -> MasterSpread:
     return MasterSpread(5, PrecisionContract.from_config(PrecisionConfig(**precision)))
 
 
-def draw_rect(data: st.DataObject) -> Rect:
-    row, col = data.draw(st.integers(0, ROWS - 1)), data.draw(st.integers(0, COLS - 1))
-    return Rect(row, col, data.draw(st.integers(1, ROWS - row)), data.draw(st.integers(1, COLS - col)))
-
-
 @pytest.mark.parametrize("precision", [{}, {"scale_format": "fp32"}, {"mode": "int8_rollout", "high": "fp32"}], ids=str)
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
 def test_any_region_has_the_masters_of_the_whole_tensor(precision, data):
-    drawn, rect = make_spread(**precision), draw_rect(data)
+    drawn, row, col = make_spread(**precision), data.draw(st.integers(0, ROWS - 1)), data.draw(st.integers(0, COLS - 1))
+    rect = Rect(row, col, data.draw(st.integers(1, ROWS - row)), data.draw(st.integers(1, COLS - col)))
     whole = spread_within_blocks(WEIGHTS, PLACES, drawn.contract.format_of("mlp_out"))
     into = torch.empty(rect.rows, rect.cols)
-    drawn.read(OneTensor(), Region(TENSOR, rect), into)
-    assert torch.equal(into, whole[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols])
+    drawn.read(CHECKPOINT, Region(TENSOR, rect), into)
+    assert torch.equal(into, view_rect(whole, rect))
 
 
 def test_masters_of_adopted_blocks_equal_those_of_the_whole_tensor_and_vectors_are_spread_too():

@@ -9,9 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import SMALL_MOE, plan_case, small_model, source_shards, target_shards
-from support.golden import slow_cut
-from support.golden.slow_cut import Case, as_fp8, cases
+from support.geometries import SMALL_MOE, small_model
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
@@ -24,7 +22,7 @@ from parallel.formats import BF16, FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, list_stored_tensors
+from parallel.reshard import Transfer
 from parallel.shards import Rect, Shard
 from parallel.transport import TRANSPORTS
 from parallel.transport.pack import (
@@ -74,31 +72,6 @@ def test_a_row_larger_than_a_chunk_is_refused_and_transfers_are_clipped():
         assert clip_transfer(transfer, start, end) == (Rect(100 + row, 7, rows, 5), Rect(10 + row, 3, rows, 5))
 
 
-def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
-    stored = list_stored_tensors(target_shards(Case(small_model(), Layout(), 1))[0], as_fp8)
-    assert stored["model.norm.weight"] == (BF16, (256,))
-    assert stored["model.layers.0.mlp.down_proj.weight"] == (FP8, (256, 1024))
-    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == (FP8.scale, (2, 8))
-
-
-@given(cases(), st.integers(1, 5))
-def test_tiny_chunks_deliver_the_same_bytes(case, times):
-    source = slow_cut.checkpoint(case.model)
-    sources = slow_cut.cut_all(source_shards(case), source)
-    expected = slow_cut.cut_all(target_shards(case), source)
-    assert all(list_stored_tensors(shards, as_fp8).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
-    engine = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in expected.items()}
-    limit = 16 * times * max(array[0].nbytes for arrays in expected.values() for array in arrays.values())
-    chunks = make_chunks(plan_case(case), limit)  # most chunks end inside a parameter
-    assert len(chunks) > 1
-    for chunk in chunks:
-        assert chunk.nbytes <= limit
-        for (from_name, a), (to_name, b) in zip(chunk.sources, chunk.targets, strict=True):
-            values = sources[chunk.source][from_name][a.row : a.row + a.rows, a.col : a.col + a.cols]
-            engine[chunk.target][to_name][b.row : b.row + b.rows, b.col : b.col + b.cols] = values
-    slow_cut.assert_same(engine, expected)
-
-
 @given(st.integers(1, 300_000), st.data())
 @settings(max_examples=40, deadline=None)
 def test_deltas_are_lossless(nbytes, data):
@@ -113,32 +86,21 @@ def test_deltas_are_lossless(nbytes, data):
 
 
 def test_invalid_positions_are_refused():
-    delta = encode_delta(np.array([3, 70_000]), np.zeros(2, np.uint8), 70_001)
-    for wrong in (
-        encode_delta(np.array([3, 3]), np.zeros(2, np.uint8), 70_001),
-        encode_delta(np.array([9, 3]), np.zeros(2, np.uint8), 70_001),
-    ):
+    for places, nbytes in (([3, 3], 70_001), ([9, 3], 70_001), ([3, 70_000], 70_000)):
+        delta = encode_delta(np.array(places), np.zeros(2, np.uint8), 70_001)
         with pytest.raises(ValueError, match="do not ascend within it"):
-            decode_delta(wrong, 70_001)
-    with pytest.raises(ValueError, match="do not ascend within it"):
-        decode_delta(delta, 70_000)
+            decode_delta(delta, nbytes)
 
 
-@st.composite
-def rects_and_changes(draw):
-    """Return rectangles of two tensors, the number of bytes to change (also too many for a delta), and a seed."""
-    rects = []
-    for name, (rows, cols) in (("w", (300, 700)), ("v", (40, 3))):
-        row, col = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
-        rects.append((name, Rect(row, col, draw(st.integers(1, rows - row)), draw(st.integers(1, cols - col)))))
-    return rects, draw(st.sampled_from([0, 1, 50, 5000, 100_000])), draw(st.integers(0, 9))
-
-
-@given(rects_and_changes())
+@given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_applying_a_delta_gives_the_trainers_bytes_and_hash(case):
-    named_rects, count, seed = case
-    random = torch.Generator().manual_seed(seed)
+def test_applying_a_delta_gives_the_trainers_bytes_and_hash(data):
+    named_rects = []
+    for name, (rows, cols) in (("w", (300, 700)), ("v", (40, 3))):
+        row, col = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, cols - 1))
+        named_rects.append((name, Rect(row, col, data.draw(st.integers(1, rows - row)), data.draw(st.integers(1, cols - col)))))
+    count = data.draw(st.sampled_from([0, 1, 50, 5000, 100_000]))  # bytes to change, also too many for a delta
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     live = {"w": torch.randint(0, 256, (300, 700), dtype=torch.uint8, generator=random), "v": torch.randn(40, 3, generator=random)}
     engine = {name: torch.zeros_like(tensor) for name, tensor in live.items()}
     source, target = ChunkPacker(live, live), ChunkPacker(engine, engine)
@@ -173,16 +135,12 @@ def _packed(packer: ChunkPacker, named_rects, nbytes: int) -> np.ndarray:
 CONTRACT = PrecisionContract.from_config(PrecisionConfig())
 
 
-def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
-    """Return tensors of the shards in the default precision. `fill(shape)` returns their raw bytes."""
+def tensors_of(shards: list[Shard], fill: int | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors of the shards in the default precision, whose bytes are random or `fill`."""
     tensors = make_stored_tensors(shards, CONTRACT.format_of)
     for tensor in tensors.values():
-        tensor.view(torch.uint8).copy_(fill(tensor.view(torch.uint8).shape))
+        tensor.view(torch.uint8).random_(256) if fill is None else tensor.view(torch.uint8).fill_(fill)
     return tensors
-
-
-def random_bytes(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 DENSE = small_model()
@@ -205,8 +163,8 @@ def test_chunks_of_any_size_deliver_every_byte(geometry: ModelGeometry, train: L
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(transfer.nbytes for transfer in plan.transfers)
     trainer = build_trainer_shards(geometry, train, format_of=CONTRACT.format_of)
-    named_tensors = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer.items()}
-    live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
+    named_tensors = {rank: tensors_of(shards) for rank, shards in trainer.items()}
+    live = {rank: tensors_of(shards, fill=7) for rank, shards in plan.targets.items()}
     sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}
     targets = {rank: make_target_packer(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}
     sent = dict.fromkeys(named_tensors, 0)
@@ -239,9 +197,8 @@ def test_padding_columns_are_not_packed():
     """Transformer Engine stores scales as views of wider tensors."""
     padded = torch.arange(4 * 8, dtype=torch.float32).reshape(4, 8)
     memory = ChunkPacker({"scale": padded[:, :5]}, ["scale"])
-    flat = torch.empty(2 * 3 * 4, dtype=torch.uint8)
-    memory.pack([("scale", Rect(1, 2, 2, 3))], flat.numpy(), hashing=False)
-    assert flat.view(torch.float32).tolist() == [10, 11, 12, 18, 19, 20]
+    flat = _packed(memory, [("scale", Rect(1, 2, 2, 3))], 2 * 3 * 4)
+    assert flat.view(np.float32).tolist() == [10, 11, 12, 18, 19, 20]
     with pytest.raises(ValueError, match="are 24 bytes here, 25 on the other side"):
         memory.pack([("scale", Rect(1, 2, 2, 3))], torch.empty(25, dtype=torch.uint8).numpy(), hashing=False)
 

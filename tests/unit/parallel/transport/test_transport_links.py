@@ -190,10 +190,9 @@ def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
 
 def test_an_unreachable_trainer_is_named_and_a_truncated_file_refused(tmp_path):
     chunks = chunks_between(1, 1, [1000])
+    link = link_of(settings("shared_memory", tmp_path), chunks, {0: str(tmp_path / "nowhere")})
     with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
-        load_transport("shared_memory").make_inbox(
-            link_of(settings("shared_memory", tmp_path), chunks, {0: str(tmp_path / "nowhere")}), 0, chunks
-        )
+        load_transport("shared_memory").make_inbox(link, 0, chunks)
     outboxes, inboxes = open_all(settings("disk", tmp_path), chunks)
     send_all(outboxes[0], 0, chunks, 0)
     (data,) = tmp_path.glob("*.bin")

@@ -83,12 +83,9 @@ def test_post_norms_stand_before_the_residual_stream():
     post_norms = {"attention.post_norm": high(False), "mlp.post_norm": high(False)}
     graph = connect({0: layer(**post_norms)})
     edges = {(edge.source, edge.target) for edge in graph.edges}
-    for output, norm, stream in (
-        ("attention.output", "attention.post_norm", "attention.residual"),
-        ("mlp.down", "mlp.post_norm", "mlp.residual"),
-    ):
-        names = [f"layers.0.{name}" for name in (output, norm, stream)]
-        assert {(names[0], names[1]), (names[1], names[2])} <= edges and (names[0], names[2]) not in edges
+    for part, last in (("attention", "output"), ("mlp", "down")):
+        output, norm, stream = (f"layers.0.{part}.{name}" for name in (last, "post_norm", "residual"))
+        assert {(output, norm), (norm, stream)} <= edges and (output, stream) not in edges
     assert "layer 0: mlp.post_norm is norm in the rollout, absent in training" in describe_differences(graph, decoder(1))
 
 
@@ -159,9 +156,8 @@ def test_latent_attention_shows_what_multiplies_with_kv_b(absorbed, weights):
     source = "q_b -> attention.kv_b.k" if absorbed else "kv_a_norm -> attention.kv_b"
     line = f"layer 0: attention.{source} (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
     assert line in describe_differences(latent_graph(False, absorbed), training)
-    assert "layer 0: attention.kv_b is linear in the rollout, absent in training" in describe_differences(
-        latent_graph(False, False), latent_graph(True, True)
-    )
+    lines = describe_differences(latent_graph(False, False), latent_graph(True, True))
+    assert "layer 0: attention.kv_b is linear in the rollout, absent in training" in lines
 
 
 def test_equal_layers_are_folded_and_formats_have_words():

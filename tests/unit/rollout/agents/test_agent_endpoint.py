@@ -1,8 +1,8 @@
 """The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -22,9 +22,8 @@ class Desk:
     """A client, and the episode that it belongs to."""
 
     def __init__(self, sampler: AgentSampler, policy: Policy) -> None:
-        self.sampler, self.policy = sampler, policy
-        settings = sampler._config
-        self.episode = AgentEpisode(PROBLEM, SamplingParams(1.0, 99, seed=3), 5, 0, settings, ChatFormat(ChatTokenizer()))
+        self.policy = policy
+        self.episode = AgentEpisode(PROBLEM, SamplingParams(1.0, 99, seed=3), 5, 0, sampler._config, ChatFormat(ChatTokenizer()))
         self.key = sampler._endpoint.open(self.episode)
         self.client = OpenAI(base_url=sampler._endpoint.url, api_key=self.key, max_retries=0)
 
@@ -127,22 +126,18 @@ def test_sampling_options_are_overridden_and_options_that_would_change_answers_a
         ([], "must not end with"),
         ([{"role": "critic", "content": ""}], "not a known role"),
         ([USER, {"role": "assistant"}], "must not end"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "only text is supported"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(*messages)
-    with pytest.raises(openai.BadRequestError, match="only text is supported"):
-        desk.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
     with pytest.raises(openai.NotFoundError, match="is not a response of this episode"):
         desk.client.responses.create(model="any", input="a", previous_response_id="resp_9")
 
 
 def test_keys_are_of_one_running_episode(sampler, desk):
     other = Desk(*sampler)
-    threads = [threading.Thread(target=each.say, args=(USER,)) for each in (desk, other, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda each: each.say(USER), (desk, other, other)))
     assert desk.episode.finish("", None).calls == 1 and other.episode.finish("", None).calls == 2
     with pytest.raises(openai.AuthenticationError, match="has ended"):
         desk.say(USER)

@@ -1,5 +1,7 @@
 """The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
@@ -90,13 +92,8 @@ def test_a_request_that_differs_from_the_history_begins_another_branch():
     chat.ask("a")  # again: other draws
     completion = chat.episode.finish("", None)
     conversations = [text(np.concatenate([each.prompt_ids_T, each.output_ids_T])) for each in completion.conversations]
-    assert conversations == [
-        "<u>a~<a>aa~",
-        "<u>a~<a>aa~<u>c~<a>cc~",
-        "<u>a~<a>a a~<u>c~<a>cc~",
-        "<s>sub~<u>a~<a>aa~",
-        "<u>a~<a>aa~<u>b~<a>bb~<u>d~<a>dd~",
-    ]
+    expected = ["<u>a~<a>aa~", "<u>a~<a>aa~<u>c~<a>cc~", "<u>a~<a>a a~<u>c~<a>cc~", "<s>sub~<u>a~<a>aa~"]
+    assert conversations == [*expected, "<u>a~<a>aa~<u>b~<a>bb~<u>d~<a>dd~"]
     assert len({sampling.seed for _, sampling in chat.policy.asked}) == 5, "every conversation has a seed"
     assert completion.calls == 7 and completion.total_sampled == 7 * 3, "no sampled token is trained twice, and none is left out"
     shared = completion.branches[3]
@@ -141,12 +138,10 @@ def test_conversations_of_an_episode_share_its_reward_and_an_agent_that_asked_no
     chat.ask("b")
     completions = [chat.episode.finish("", None), mute.episode.finish("timeout after 3 s", None)]
 
-    class Rewards:
-        def score(self, texts, problems, lengths, broken):
-            assert (texts, lengths, broken) == (["bb", ""], [6, 0], ["", "agent: timeout after 3 s"])
-            return [Reward(0.25, False), Reward(0.0, False, error=broken[1])]
-
-    assign_rewards(completions, Rewards())
+    broken = "agent: timeout after 3 s"
+    rewards = Mock(**{"score.return_value": [Reward(0.25, False), Reward(0.0, False, error=broken)]})
+    assign_rewards(completions, rewards)
+    rewards.score.assert_called_once_with(["bb", ""], [PROBLEM, PROBLEM], [6, 0], ["", broken])
     rollout = RolloutBatch(completions, {"ahead/generate": 2.0})
     samples = to_training_samples(rollout)
     assert [(sample.reward, sample.number) for sample in samples] == [(0.25, 0), (0.25, 1)] and list_owners(rollout) == [0, 0]
@@ -166,18 +161,12 @@ def test_an_agent_that_was_cut_before_it_gave_a_reward_has_none_and_no_function_
 
 
 def test_a_chat_template_that_loses_messages_is_refused():
-    class Forgetful(ChatTokenizer):
-        def apply_chat_template(self, chat, **options):
-            return super().apply_chat_template([message for message in chat if message["role"] != "tool"], **options)
-
-    class Strict(ChatTokenizer):
-        def apply_chat_template(self, chat, **options):
-            raise ValueError("only users may speak")
-
-    class Plain(ChatTokenizer):
-        chat_template = None
-
+    forgetful, strict, plain = tokenizers = [ChatTokenizer() for _ in range(3)]
+    apply = forgetful.apply_chat_template
+    forgetful.apply_chat_template = lambda chat, **options: apply([each for each in chat if each["role"] != "tool"], **options)
+    strict.apply_chat_template = Mock(side_effect=ValueError("only users may speak"))
+    plain.chat_template = None
     ChatFormat(ChatTokenizer()).check()
-    for tokenizer, rule in ((Forgetful(), "leaves out messages"), (Strict(), "only users may speak"), (Plain(), "letters has none")):
+    for tokenizer, rule in zip(tokenizers, ("leaves out messages", "only users may speak", "letters has none"), strict=True):
         with pytest.raises(UserError, match=rule):
             ChatFormat(tokenizer).check()

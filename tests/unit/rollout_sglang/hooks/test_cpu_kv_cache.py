@@ -17,14 +17,19 @@ LAYER = SimpleNamespace(layer_id=5)
 
 
 @pytest.fixture
-def stores_e4m3(monkeypatch):
-    monkeypatch.setenv(e4m3_cache.KV_VARIABLE, "e4m3")
-    functions = e4m3_cache.stores_e4m3, e4m3_cache.scales_by_layer
-    for function in functions:
-        function.cache_clear()
-    yield
-    for function in functions:
-        function.cache_clear()
+def stores(monkeypatch):
+    """`stores(kv)` chooses how the engine stores keys and values."""
+
+    def clear() -> None:
+        e4m3_cache.stores_e4m3.cache_clear()
+        e4m3_cache.scales_by_layer.cache_clear()
+
+    def choose(kv: str) -> None:
+        monkeypatch.setenv(e4m3_cache.KV_VARIABLE, kv)
+        clear()
+
+    yield choose
+    clear()
 
 
 def read(cache: torch.Tensor, heads: int, first: int) -> torch.Tensor:
@@ -32,25 +37,33 @@ def read(cache: torch.Tensor, heads: int, first: int) -> torch.Tensor:
     return e4m3_cache.read_rows(cache, rows, first).view(len(PLACE.loc), heads, -1)
 
 
-def test_keys_and_values(stores_e4m3):
-    pool = SimpleNamespace(start_layer=5, head_dim=WIDTH)
+@pytest.mark.parametrize("kv", ["e4m3", "e4m3_per_layer"])
+def test_keys_and_values(stores, kv):
+    """With scales of layers, the cache of a CPU holds what it gets: units of these scales."""
+    stores(kv)
+    pool, own_scale = SimpleNamespace(start_layer=5, head_dim=WIDTH), kv == "e4m3"
 
     def create(pool: SimpleNamespace) -> None:
         shapes = e4m3_cache.get_buffer_shapes(lambda _: ((SLOTS, HEADS, WIDTH), (SLOTS, HEADS, WIDTH)), pool)
         pool.k_buffer, pool.v_buffer = ([torch.zeros(shape, dtype=pool.store_dtype)] for shape in shapes)
 
     e4m3_cache.create_buffers(create, pool)
-    assert pool.dtype == torch.float8_e4m3fn and e4m3_cache.has_scales(pool)
-    assert pool.k_buffer[0].nbytes == SLOTS * HEADS * (WIDTH + 1)
+    assert pool.dtype == torch.float8_e4m3fn and e4m3_cache.has_scales(pool) == own_scale
+    assert pool.k_buffer[0].nbytes == SLOTS * HEADS * (WIDTH + own_scale)
     keys, values = torch.randn(3, HEADS, WIDTH), torch.randn(3, HEADS, WIDTH)
+    if not own_scale:
+        keys, values = (kv_cache.to_units(each, torch.tensor(2.0**-7)) for each in (keys, values))
     e4m3_cache.set_keys_and_values(None, pool, LAYER, PLACE, keys, values)
     for buffer, wanted in ((pool.k_buffer[0], keys), (pool.v_buffer[0], values)):
-        assert torch.equal(read(buffer.view(pool.dtype), HEADS, WIDTH + 1), kv_cache.round_trip(wanted))
-    with pytest.raises(NotImplementedError):
-        e4m3_cache.set_keys_and_values(None, pool, LAYER, PLACE, keys, values, k_scale=0.5)
+        read_back = read(buffer.view(pool.dtype), HEADS, WIDTH + own_scale)
+        assert torch.equal(read_back, kv_cache.round_trip(wanted) if own_scale else wanted)
+    if own_scale:
+        with pytest.raises(NotImplementedError):
+            e4m3_cache.set_keys_and_values(None, pool, LAYER, PLACE, keys, values, k_scale=0.5)
 
 
-def test_latents_and_positions(stores_e4m3):
+def test_latents_and_positions(stores):
+    stores("e4m3")
     pool = SimpleNamespace(start_layer=5, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, kv_cache_dim=RANK + ROPE)
 
     def create(pool: SimpleNamespace) -> None:
@@ -94,16 +107,11 @@ class RadixAttention(torch.nn.Module):
 
 
 @pytest.fixture
-def attention(monkeypatch):
-    monkeypatch.setenv(e4m3_cache.KV_VARIABLE, "e4m3_per_layer")
-    functions = e4m3_cache.scales_by_layer, e4m3_cache.stores_e4m3
-    for function in functions:
-        function.cache_clear()
+def attention(stores):
+    stores("e4m3_per_layer")
     attention = RadixAttention.__new__(RadixAttention)
     e4m3_cache.add_scales(RadixAttention.__init__, attention)
-    yield attention
-    for function in functions:
-        function.cache_clear()
+    return attention
 
 
 def test_a_layer_attends_in_units_of_scales_that_the_sync_fills(attention):
@@ -113,19 +121,6 @@ def test_a_layer_attends_in_units_of_scales_that_the_sync_fills(attention):
     assert torch.equal(out, (q * 0.5 + 1) * 4)
     for stored, values, scale in zip(attention.cache[0], (k, v), SCALES, strict=True):
         assert torch.equal(stored, kv_cache.to_units(values, scale)) and stored.isfinite().all()
-
-
-def test_the_cache_of_a_cpu_holds_units(attention):
-    pool = SimpleNamespace(start_layer=5, head_dim=16)
-    (shape, _) = e4m3_cache.get_buffer_shapes(lambda _: ((7, 2, 16), (7, 2, 16)), pool)
-    e4m3_cache.create_buffers(lambda pool: None, pool)
-    pool.k_buffer, pool.v_buffer = ([torch.zeros(shape, dtype=pool.store_dtype)] for _ in range(2))
-    keys, values = (kv_cache.to_units(torch.randn(3, 2, 16), torch.tensor(2.0**-7)) for _ in range(2))
-    e4m3_cache.set_keys_and_values(None, pool, SimpleNamespace(layer_id=5), SimpleNamespace(loc=torch.tensor([3, 1, 6])), keys, values)
-    assert pool.dtype == torch.float8_e4m3fn and not e4m3_cache.has_scales(pool)
-    rows = torch.tensor([6, 7, 2, 3, 12, 13])  # heads of those slots
-    for buffer, wanted in ((pool.k_buffer[0], keys), (pool.v_buffer[0], values)):
-        assert torch.equal(e4m3_cache.read_rows(buffer.view(pool.dtype), rows, 16).view(3, 2, 16), wanted)
 
 
 def test_a_cache_that_is_written_elsewhere_and_an_attention_that_rounds_queries_are_refused(attention):
@@ -145,9 +140,8 @@ def test_a_stale_copy_that_kernels_would_read_is_named(attention, name, stale):
     e4m3_cache.check_copies(model)
     vars(attention)[name] = stale
     attention._parameters.pop(name, None)
-    with pytest.raises(
-        ValueError, match=rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply by it in addition to attn\.kv_scales$"
-    ):
+    line = rf"^attn\.{name} is {float(stale)}, not 1: kernels would multiply by it in addition to attn\.kv_scales$"
+    with pytest.raises(ValueError, match=line):
         e4m3_cache.check_copies(model)
 
 

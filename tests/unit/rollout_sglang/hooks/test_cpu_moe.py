@@ -1,5 +1,7 @@
 """The engine's experts on a CPU compared with a slow loop over tokens and choices."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +11,11 @@ from support.kernel_tests import random
 
 from megatron_rl.kernels.linear.reference import fprop
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
-from megatron_rl.precision.int8 import quantize_int8_weight
+from megatron_rl.precision.int8 import int8_matmul, quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
-
-
 CHOSEN = torch.tensor([[0, 2], [2, -1], [-1, -1], [2, 0], [0, -1]])  # nobody chooses expert 1; -1 is another rank's
 WEIGHTS = random(*CHOSEN.shape, seed=1).softmax(-1)
 X = random(len(CHOSEN), HIDDEN, seed=2)
@@ -31,10 +31,9 @@ def slow_mixture(gate_up, down) -> torch.Tensor:
     return y
 
 
-def quantized(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
-    """Return each expert's matrix in blocks: data `[E, N, K]`, scales `[E, N / 128, K / 128]`."""
-    blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
-    return QuantizedWeight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
+def quantized(weight: torch.Tensor, quantize: Callable[[torch.Tensor], QuantizedWeight]) -> QuantizedWeight:
+    """Return each expert's matrix quantized: data `[E, N, K]`, scales `[E, ...]`."""
+    return QuantizedWeight(*map(torch.stack, zip(*map(quantize, weight), strict=True)))
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +60,8 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize("scale_format, scale_fmt", [("pow2", "ue8m0"), ("fp32", None)])
 def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
-    w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
-    w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
+    weights = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
+    w13, w2 = (quantized(weight, partial(quantize_weight, scale_format=scale_format)) for weight in weights)
     layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
     method = {"block_quant": True, "weight_block_size": [128, 128], "quant_config": SimpleNamespace(scale_fmt=scale_fmt)}
     y = run(cpu_moe.apply_block_fp8, layer, **method)
@@ -78,24 +77,17 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
         run(cpu_moe.apply_block_fp8, layer, **method | {"weight_block_size": [32, 32]})
 
 
-def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return Q(x) . Q(W)^T by SGLang's formula: a scale per token and per weight row, integer sums, scaled once."""
-    codes, scales = [], []
-    for matrix in (x, weight):
-        amax = matrix.abs().amax(1, keepdim=True)
-        codes.append((matrix * (torch.full_like(amax, 127) / amax)).round().long())  # random values are no ties
-        scales.append(amax / torch.full_like(amax, 127))
-    return (codes[0] @ codes[1].t()).float() * (scales[0] * scales[1].t())
-
-
 def test_int8_experts_quantize_tokens_before_each_of_their_two_products(run):
     """Bitwise, since integer sums have no order."""
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
-    data13, scale13 = map(torch.stack, zip(*map(quantize_int8_weight, w13), strict=True))
-    data2, scale2 = map(torch.stack, zip(*map(quantize_int8_weight, w2), strict=True))
+    (data13, scale13), (data2, scale2) = (quantized(weight, quantize_int8_weight) for weight in (w13, w2))
     assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
     y = run(cpu_moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
-    assert torch.equal(y, slow_mixture(lambda x, e: slow_int8(x, w13[e]), lambda x, e: slow_int8(x, w2[e])))
+
+    def product(data: torch.Tensor, scale: torch.Tensor):
+        return lambda x, expert: int8_matmul(x, data[expert].float(), scale[expert])
+
+    assert torch.equal(y, slow_mixture(product(data13, scale13), product(data2, scale2)))
     assert y.abs().mean() > 1 and not y[2].any()
     y = run(cpu_moe.apply_unquantized, SimpleNamespace(w13_weight=w13, w2_weight=w2))  # without quantization
     torch.testing.assert_close(y, slow_mixture(lambda x, e: x @ w13[e].t(), lambda x, e: x @ w2[e].t()), rtol=1e-4, atol=1e-2)
@@ -158,9 +150,8 @@ def test_by_the_tree_the_first_rank_returns_the_sum_of_all(monkeypatch, tp_rank)
         added.append((group, partial.dtype, len(partial)))
         return (partial * group).to(dtype)
 
-    monkeypatch.setattr(
-        cpu_moe, "get_ranks", lambda: SimpleNamespace(moe_tp_group=2, moe_ep_group=4, tp_group=SimpleNamespace(rank_in_group=tp_rank))
-    )
+    ranks = SimpleNamespace(moe_tp_group=2, moe_ep_group=4, tp_group=SimpleNamespace(rank_in_group=tp_rank))
+    monkeypatch.setattr(cpu_moe, "get_ranks", lambda: ranks)
     monkeypatch.setattr(tree_reduction, "add_over_ranks", add)
     x, experts = X.bfloat16(), torch.tensor([[3, 0, 2], [1, -1, 3], [-1, -1, -1], [2, 1, 0], [0, 3, -1]])
     weights = random(*experts.shape, seed=7).softmax(-1)

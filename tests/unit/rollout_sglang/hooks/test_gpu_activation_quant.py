@@ -51,9 +51,7 @@ def quantizers_called_by(file: str, name: str) -> set[str]:
     return {name for name in called if "quant" in name and not name.startswith(("dequant", "create_"))}
 
 
-@pytest.mark.parametrize(
-    "target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
-)
+@pytest.mark.parametrize("target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value)))
 def test_replacements_take_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
     theirs = functions_of(module.replace(".", "/") + ".py")[name].args
@@ -169,9 +167,7 @@ def test_a_live_layer_with_the_contracts_quantizer_says_its_format(monkeypatch, 
     assert gpu_activation_quant.read_linear_scale_format(linear_method(TRITON), layer) == "an AMD GPU's"
 
 
-@pytest.mark.parametrize(
-    "runner, words", [("triton", ""), ("deep_gemm", "the expert runner deep_gemm's"), (None, "the expert runner None's")]
-)
+@pytest.mark.parametrize("runner, words", [("triton", ""), *((name, f"the expert runner {name}'s") for name in ("deep_gemm", None))])
 def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend = None if runner is None else SimpleNamespace(value=runner, is_triton=lambda: runner == "triton")
@@ -186,7 +182,6 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
 def test_sglangs_own_gpu_code_comes_to_the_contracts_quantizer():
     """Runs SGLang's dense layers and experts up to their products, with the hooks applied as in an engine."""
     environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.sglang_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    command = [sys.executable, "-m", "support.sglang_quantizers"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

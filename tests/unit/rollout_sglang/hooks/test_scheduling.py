@@ -77,21 +77,16 @@ def test_children_are_forked_even_if_sglang_asks_for_spawn():
         multiprocessing.set_start_method(before, force=True)
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = self.tied = torch.nn.Parameter(torch.zeros(2, 2))
-        self.attn = torch.nn.Module()
-        self.attn.k_scale, self.attn.kv_scales = torch.nn.Parameter(torch.tensor(-1.0)), torch.nn.Parameter(torch.ones(2))
-        self.register_buffer("table", torch.arange(3.0))
-
-
 def test_buffers_and_scales_of_the_cache_stay_and_weights_are_made_up():
     def fill(model: torch.nn.Module, value: float) -> None:
         for tensor in model.state_dict().values():
             tensor.fill_(value)
 
-    model = Model()
+    model = torch.nn.Module()
+    model.weight = model.tied = torch.nn.Parameter(torch.zeros(2, 2))
+    model.attn = torch.nn.Module()
+    model.attn.k_scale, model.attn.kv_scales = torch.nn.Parameter(torch.tensor(-1.0)), torch.nn.Parameter(torch.ones(2))
+    model.register_buffer("table", torch.arange(3.0))
     make_up_weights(fill, model, 7.0)
     assert model.attn.k_scale == -1 and (model.attn.kv_scales == 1).all() and model.table.tolist() == [0, 1, 2]
     assert (model.weight == 7).all() and model.tied is model.weight

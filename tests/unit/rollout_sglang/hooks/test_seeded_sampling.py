@@ -10,17 +10,14 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_tests import random
 
 from megatron_rl.rollout.groups import derive_seed
 from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, sample_truncated, truncate
 
 
-def probabilities(rows: int, columns: int) -> torch.Tensor:
-    return torch.softmax(2 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)), -1)
-
-
 def test_a_draw_does_not_depend_on_its_company_and_frequencies_are_the_probabilities():
-    probs, positions = probabilities(64, 300), torch.arange(64) * 3
+    probs, positions = torch.softmax(2 * random(64, 300, seed=0), -1), torch.arange(64) * 3
     seeds = torch.tensor([derive_seed(0, 1, "train/0", index) for index in range(64)])
     tokens = sample_tokens(probs, seeds, positions)
     assert tokens.dtype == torch.int32 and tokens.shape == (64,)
@@ -28,7 +25,7 @@ def test_a_draw_does_not_depend_on_its_company_and_frequencies_are_the_probabili
         assert sample_tokens(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
     for other in (sample_tokens(probs, seeds, positions + 1), sample_tokens(probs, seeds + 1, positions)):
         assert not torch.equal(other, tokens)
-    probs, count = probabilities(1, 12), 40_000
+    probs, count = torch.softmax(2 * random(1, 12, seed=0), -1), 40_000
     seeds = torch.tensor([derive_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
     tokens = sample_tokens(probs.expand(count, 12), seeds, torch.arange(count) % 40)
     result = torch.bincount(tokens.long(), minlength=12) / count
@@ -61,20 +58,15 @@ def kept_by_definition(probs: list[float], top_p: float, top_k: int, min_p: floa
     return kept
 
 
+BOUNDS = [0.01, 0.3, 0.5, 0.9, 0.999, 1.0], [1, 2, 7, 50, 1 << 30], [0.0, 0.01, 0.2, 0.9]  # top_p, top_k, min_p
+
+
 @settings(max_examples=200)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 600),
-    st.floats(0.1, 20),
-    st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999, 1.0]),
-    st.sampled_from([1, 2, 7, 50, 1 << 30]),
-    st.sampled_from([0.0, 0.01, 0.2, 0.9]),
-    st.booleans(),
-)
-def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, top_k, min_p, coarse):
-    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+@given(st.integers(0, 2**32 - 1), st.integers(1, 600), st.floats(0.1, 20), st.tuples(*map(st.sampled_from, BOUNDS)), st.booleans())
+def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, bounds, coarse):
+    logits = random(size, seed=seed) * spread
     probs = torch.softmax(logits.round() if coarse else logits, -1)  # coarse: many are equally probable
-    assert find_kept_tokens(probs, top_p, top_k, min_p).tolist() == kept_by_definition(probs.double().tolist(), top_p, top_k, min_p)
+    assert find_kept_tokens(probs, *bounds).tolist() == kept_by_definition(probs.double().tolist(), *bounds)
 
 
 def test_the_kept_tokens_are_those_of_sglang():
@@ -84,7 +76,7 @@ def test_the_kept_tokens_are_those_of_sglang():
     named = [node for node in functions if getattr(node, "name", "") == "top_k_top_p_min_p_sampling_from_probs_torch"]
     names = {"torch": torch, "Optional": typing.Optional}
     exec(compile(ast.Module(named, []), "sampler.py", "exec"), names)
-    probs = torch.softmax(3 * torch.randn(200, 5000, generator=torch.Generator().manual_seed(5)), -1)
+    probs = torch.softmax(3 * random(200, 5000, seed=5), -1)
     top_ps, top_ks, min_ps = torch.full((200,), 0.9), torch.full((200,), 40, dtype=torch.int32), torch.full((200,), 0.0)
     filtered = names[named[0].name]
     _, weights, ids, _ = filtered(probs.clone(), top_ks, top_ps, min_ps, False, None, None, return_filtered_probs=True)

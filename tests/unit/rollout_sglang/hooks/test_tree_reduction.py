@@ -29,16 +29,13 @@ def gpu(monkeypatch):
     gpu_activation_quant.get_scale_format.cache_clear()
 
 
-def make_layer(method: str, **members: object) -> SimpleNamespace:
-    return SimpleNamespace(quant_method=type(method, (), {})(), **members)
-
-
 def test_products_are_the_trainers():
     x, values = uneven(5, 512, torch.bfloat16), uneven_matrix(256, 512)
     weight = values.bfloat16()
-    assert torch.equal(tree_reduction.multiply_on_gpu(make_layer("UnquantizedLinearMethod", weight=weight), x), tree.multiply(x, weight))
+    layer = SimpleNamespace(quant_method=type("UnquantizedLinearMethod", (), {})(), weight=weight)
+    assert torch.equal(tree_reduction.multiply_on_gpu(layer, x), tree.multiply(x, weight))
     blocks = quantize_weight(values, "fp32")
-    layer = make_layer("Fp8LinearMethod", weight=blocks.data, weight_scale_inv=blocks.scale)
+    layer = SimpleNamespace(quant_method=type("Fp8LinearMethod", (), {})(), weight=blocks.data, weight_scale_inv=blocks.scale)
     exact = fprop_by_tree(x, fake_gpu_libraries.dequantize((x, torch.ones(5, 4)), blocks)[1], "fp32")
     assert torch.equal(tree_reduction.multiply_on_gpu(layer, x), exact)
     with pytest.raises(NotImplementedError, match="SGLang has already quantized"):
@@ -69,9 +66,8 @@ def test_partial_sums_are_added_by_the_groups_own_collectives(rows):
 
 def test_the_installed_release_has_the_names_that_are_used():
     """Its collectives call NCCL directly, which its CUDA graphs capture."""
-    names = ("linear", "RowParallelLinear"), ("../distributed/parallel_state", "GroupCoordinator")
     functions: dict[str, ast.FunctionDef] = {}
-    for file, owner in names:
+    for file, owner in (("linear", "RowParallelLinear"), ("../distributed/parallel_state", "GroupCoordinator")):
         nodes = ast.walk(ast.parse((SGLANG / "srt/layers" / f"{file}.py").read_text()))
         body = next(node for node in nodes if isinstance(node, ast.ClassDef) and node.name == owner).body
         functions |= {f"{owner}.{node.name}": node for node in body if isinstance(node, ast.FunctionDef)}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from support.fp8_reference import uneven_matrix
+from support.kernel_tests import random
 
 from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
@@ -20,7 +21,7 @@ from parallel.formats import FP8
 HIDDEN, FFN = 256, 128
 SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])  # tokens of two ranks for three experts
 TOKENS = int(SENT.sum())
-
+SENT_TO = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())  # the expert of each token
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 
@@ -36,10 +37,6 @@ def make_layers(rows: int, columns: int) -> list[Any]:
     return layers
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
-
-
 def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: Any, second: Any) -> tuple[torch.Tensor, ...]:
     """Return (outputs, gradients of tokens, token weights, first layer, second layer) of one expert."""
     backend = make_backend("deep_gemm", FP8)
@@ -52,22 +49,20 @@ def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: A
     of_gate_up = swiglu.differentiate_reference(gate_up, backend.dgrad(gradient, out))
     slope = backend.quantize(of_gate_up, rows=True, columns=True)
     of_weights = (dy.float() * y).sum(-1)
-    sums = [
-        backend.wgrad(a, b, torch.ones_like(layer.weight.main_grad))
-        for a, b, layer in ((slope, operand, first), (gradient, hidden, second))
-    ]
+    of_layers = (slope, operand, first), (gradient, hidden, second)
+    sums = [backend.wgrad(a, b, torch.ones_like(layer.weight.main_grad)) for a, b, layer in of_layers]
     return weigh(y, weights), backend.dgrad(slope, into), of_weights, *sums
 
 
 def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
     first, second = make_layers(2 * FFN, HIDDEN), make_layers(HIDDEN, FFN)
-    x, dy, weights = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN).flip(0), torch.linspace(0.1, 1, TOKENS)
+    x, dy = (random(TOKENS, HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    weights = torch.linspace(0.1, 1, TOKENS)
     inputs = x.requires_grad_(), weights.requires_grad_()
     y = run_experts(*inputs, TokenGroups.from_counts(SENT, "cpu"), GroupedLinear(first), GroupedLinear(second))
     y.backward(dy)
-    experts = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())
     for expert in SENT.sum(0).nonzero().flatten().tolist():
-        mine = experts == expert
+        mine = expert == SENT_TO
         wanted = run_alone(x.detach()[mine], weights.detach()[mine], dy[mine], first[expert], second[expert])
         found = y[mine], x.grad[mine], weights.grad[mine], first[expert].weight.main_grad, second[expert].weight.main_grad
         for a, b in zip(found, wanted, strict=True):
@@ -77,27 +72,16 @@ def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
 
 def test_sorted_tokens_and_packed_ones_have_the_same_bits():
     first, second = GroupedLinear(make_layers(2 * FFN, HIDDEN)), GroupedLinear(make_layers(HIDDEN, FFN))
-    x, weights = draw(TOKENS, HIDDEN), torch.linspace(0.1, 1, TOKENS)
-    experts = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())
-    order = experts.argsort(stable=True)
+    x, weights = random(TOKENS, HIDDEN, seed=0, dtype=torch.bfloat16), torch.linspace(0.1, 1, TOKENS)
+    order, groups = SENT_TO.argsort(stable=True), TokenGroups.from_counts(SENT, "cpu")
     with torch.no_grad():
-        received = run_experts(x, weights, TokenGroups.from_counts(SENT, "cpu"), first, second)
+        received = run_experts(x, weights, groups, first, second)
         in_order = run_experts(x[order], weights[order], TokenGroups.from_counts(SENT.sum(0), "cpu"), first, second)
-        packed = run_experts(
-            first.backend.pack(x, torch.arange(TOKENS).unsqueeze(1)), weights, TokenGroups.from_counts(SENT, "cpu"), first, second
-        )
+        packed = run_experts(first.backend.pack(x, torch.arange(TOKENS).unsqueeze(1)), weights, groups, first, second)
     assert torch.equal(received[order], in_order) and torch.equal(received, packed)
 
 
 COUNT, EXPERTS, K, WIDTH = 37, 8, 3, 16
-
-
-def make_dispatcher() -> EvenDispatcher:
-    dispatcher = object.__new__(EvenDispatcher)
-    dispatcher.config, dispatcher.shared_experts = SimpleNamespace(moe_router_topk=K), None
-    dispatcher.experts = SimpleNamespace(scatter_tokens=scatter_tokens)
-    dispatcher.preprocess = lambda routing_map: None
-    return dispatcher
 
 
 def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
@@ -108,7 +92,9 @@ def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
     wanted, wanted_probs, order = permute(x.detach().view(COUNT, WIDTH), probs > 0, probs=probs, num_out_tokens=COUNT * K)
     for name in ("nonzero", "masked_select", "item", "tolist", "__bool__"):  # each of them would wait for a GPU
         monkeypatch.setattr(torch.Tensor, name, lambda *_: (_ for _ in ()).throw(AssertionError("waits for the device")))
-    dispatcher = make_dispatcher()
+    dispatcher = object.__new__(EvenDispatcher)
+    dispatcher.config, dispatcher.shared_experts = SimpleNamespace(moe_router_topk=K), None
+    dispatcher.experts, dispatcher.preprocess = SimpleNamespace(scatter_tokens=scatter_tokens), lambda routing_map: None
     rows, permuted_probs = dispatcher.dispatch_preprocess(x, probs > 0, probs)
     outputs = (torch.randn(rows.shape, generator=generator) * 3).bfloat16().requires_grad_()
     summed = dispatcher.combine_postprocess(outputs)
