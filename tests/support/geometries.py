@@ -68,11 +68,6 @@ PUBLISHED = {  # widths of the models' own config.json files
 }
 
 
-def filled_rows(shard):
-    """Return the number of rows that hold regions; the rows below are padding."""
-    return max(region.shard_row + region.tensor_rect.rows for region in shard.regions)
-
-
 @cache
 def published_model(name):
     return ModelGeometry.from_hf_config(PUBLISHED[name])

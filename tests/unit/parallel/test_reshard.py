@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import filled_rows, plan_case, published_model, small_model, source_shards, target_shards
+from support.geometries import plan_case, published_model, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, as_bf16, as_fp8, as_int8, cases
 
@@ -20,7 +20,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel import model_geometry
 from parallel.families import FAMILIES
-from parallel.formats import BLOCK, FP8, INT8
+from parallel.formats import BLOCK, FP8, INT8, TensorFormat
 from parallel.layer_weights import pre_norm_layer
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
@@ -47,18 +47,40 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
         assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
 
 
+def carry_out(transfers, sources, targets):
+    """Run transfers into fresh arrays shaped like `targets`. Return the arrays, and how often each element was written."""
+    filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    for transfer in transfers:
+        a, b = transfer.source_rect, transfer.target_rect
+        values = sources[transfer.source_rank][transfer.source][a.row : a.row + a.rows, a.col : a.col + a.cols]
+        window = np.s_[b.row : b.row + b.rows, b.col : b.col + b.cols]
+        assert filled[transfer.target_rank][transfer.target][window].shape == values.shape == (b.rows, b.cols), transfer
+        filled[transfer.target_rank][transfer.target][window] = values
+        written[transfer.target_rank][transfer.target][window] += 1
+    return filled, written
+
+
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays, format: TensorFormat = FP8) -> None:
+    """Check that the plan gives every target the arrays of a direct cut, and writes each element once. Padding is never written."""
+    format_of = as_fp8 if format is FP8 else as_int8
+    expected = slow_cut.cut_all(targets, source, format)
+    plan = add_scale_transfers(reshard(sources, targets, format_of))
+    filled, written = carry_out(plan, slow_cut.cut_all(sources, source, format), expected)
+    slow_cut.assert_same(filled, expected)
+    for rank, shards in targets.items():
+        assert written[rank].keys() == list_stored_tensors(shards, format_of).keys()
+        assert_written_once(shards, written[rank])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
     """FP8 moves as whole blocks with one scale each. Without FP8 roles every element moves unchanged."""
     case = data.draw(cases(family))
-    source, plan, targets = slow_cut.checkpoint(case.model), plan_case(case), target_shards(case)
-    expected = slow_cut.cut_all(targets, source)
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
-    for rank, shards in targets.items():
-        assert_written_once(shards, written[rank])
+    plan, targets = plan_case(case), target_shards(case)
+    assert_carried(source_shards(case), targets, slow_cut.checkpoint(case.model))
     data, scales = ([transfer for transfer in plan if transfer.format.name == name] for name in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
     for weight, scale in zip(data, scales, strict=True):
@@ -79,21 +101,20 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
     case = data.draw(cases(family))
     source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
-    trainer = slow_cut.cut_all(source_shards(case), source)
-    plan = add_scale_transfers(reshard(source_shards(case), whole, as_fp8))
-    filled, written = slow_cut.carry_out(plan, trainer, {0: source})
-    slow_cut.assert_same(filled, {0: source})
-    assert all((times == 1).all() for times in written[0].values())
-    engines = {**target_shards(case), 100: whole[0]}  # several ranks hold the same kv heads, and rectangles of both sides overlap partially
-    plan = add_scale_transfers(reshard(engines, whole, as_fp8))
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(engines, source), {0: source})
-    slow_cut.assert_same(filled, {0: source})
-    assert all((times == 1).all() for times in written[0].values()), "overlapping sources write every byte once"
-    plan = add_scale_transfers(reshard(whole, source_shards(case), as_fp8))
-    filled, written = slow_cut.carry_out(plan, {0: source}, trainer)
-    slow_cut.assert_same(filled, trainer)
-    for rank, shards in source_shards(case).items():
-        assert_written_once(shards, written[rank])
+    slow_cut.assert_same(slow_cut.cut_all(whole, source), {0: source})
+    assert_carried(source_shards(case), whole, source)
+    assert_carried({**target_shards(case), 100: whole[0]}, whole, source)  # kv heads of several ranks; overlapping sources
+    assert_carried(whole, source_shards(case), source)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_scales_of_output_channels_go_to_the_engine_and_an_export(family, data):
+    case = data.draw(cases(family))
+    sources, source = build_trainer_shards(case.model, case.train), slow_cut.checkpoint(case.model, INT8)
+    for targets in (target_shards(case), {0: case.model.build_checkpoint_shards()}):
+        assert_carried(sources, targets, source, INT8)
 
 
 def list_stacked_layer(model: ModelGeometry, layer: int) -> list[Weight]:
@@ -127,12 +148,8 @@ def test_the_checkpoint_may_store_qkv_as_one_tensor(tp, widths, monkeypatch):
     q, kv = apart.heads * apart.head_dim, apart.kv_heads * apart.head_dim
     for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
         assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
-    source, whole = slow_cut.checkpoint(case.model), {100: case.model.build_checkpoint_shards()}
-    targets = target_shards(case) | whole
-    plan = add_scale_transfers(reshard(source_shards(case), targets, as_fp8))
-    expected = slow_cut.cut_all(targets, source)
-    filled, _ = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
+    targets = {**target_shards(case), 100: case.model.build_checkpoint_shards()}
+    assert_carried(source_shards(case), targets, slow_cut.checkpoint(case.model))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -250,10 +267,7 @@ def test_heads_of_64_in_their_own_order_are_refused_in_fp8_and_so_is_a_region_wi
 def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     """With hidden = 200 the last block of every row is partial in trainer, engine and checkpoint."""
     case = Case(small_model(hidden=200), Layout(tp=2), 4)
-    source = slow_cut.checkpoint(case.model)
-    expected = slow_cut.cut_all(target_shards(case), source)
-    filled, _ = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
-    slow_cut.assert_same(filled, expected)
+    assert_carried(source_shards(case), target_shards(case), slow_cut.checkpoint(case.model))
 
 
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
@@ -275,62 +289,6 @@ def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     assert len(sent) == 128 and max(sent.values()) < 1.02 * min(sent.values())
 
 
-def checkpoint(geometry: ModelGeometry) -> Arrays:
-    """Return random bytes of every tensor. Every row of a quantized tensor has a different scale."""
-    arrays = slow_cut.checkpoint(geometry)
-    for tensor in geometry.tensors().values():
-        if tensor.role in ROLES:
-            del arrays[FP8.scale_name(tensor.name)]
-            arrays[INT8.scale_name(tensor.name)] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
-    return arrays
-
-
-def cut(shards: list[Shard], source: Arrays) -> Arrays:
-    """Return a rank's tensors, cut directly: data by rectangles, scales by rows."""
-    arrays: Arrays = {}
-    for shard in shards:
-        arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
-        scales = np.zeros((shard.rows, 1), np.float32)
-        for region in shard.regions:
-            row, col, rows, cols = region.tensor_rect
-            shard_rows = slice(region.shard_row, region.shard_row + rows)
-            values = source[region.tensor.name][row : row + rows, col : col + cols]
-            arrays[shard.name][shard_rows, region.shard_col : region.shard_col + cols] = values
-            if shard.role in ROLES:
-                scales[shard_rows] = source[INT8.scale_name(region.tensor.name)][row : row + rows]
-        if shard.role in ROLES:
-            arrays[INT8.scale_name(shard.name)] = scales
-    return arrays
-
-
-def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
-    return add_scale_transfers(reshard(sources, targets, as_int8))
-
-
-def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
-    expected = {rank: cut(shards, source) for rank, shards in targets.items()}
-    given = {rank: cut(shards, source) for rank, shards in sources.items()}
-    filled, written = slow_cut.carry_out(planned(sources, targets), given, expected)
-    slow_cut.assert_same(filled, expected)
-    for rank, arrays in written.items():
-        assert all((times <= 1).all() for times in arrays.values())  # padding is never written
-        assert arrays.keys() == list_stored_tensors(targets[rank], as_int8).keys()
-        for shard in targets[rank]:
-            assert (arrays[shard.name][: filled_rows(shard)] == 1).all(), shard.name
-            assert shard.role not in ROLES or (arrays[INT8.scale_name(shard.name)] == 1).all(), shard.name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=4)
-@given(data=st.data())
-def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, data):
-    case = data.draw(cases(family))
-    sources = build_trainer_shards(case.model, case.train)
-    targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
-    assert_carried(sources, targets, checkpoint(case.model))
-    assert_carried(sources, {0: case.model.build_checkpoint_shards()}, checkpoint(case.model))
-
-
 @pytest.mark.parametrize(
     "geometry, train, rollout",
     [(small_model(ffn=200), Layout(tp=2), 4), (small_model(head_dim=40, hidden=104), Layout(tp=4), 1), (small_model(ffn=24), Layout(), 8)],
@@ -338,7 +296,8 @@ def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, 
 def test_any_boundary_is_allowed(geometry, train, rollout):
     """FP8 would refuse these boundaries, which cut 128x128 blocks."""
     case = Case(geometry, train, rollout)
-    assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+    source = slow_cut.checkpoint(geometry, INT8)
+    assert_carried(build_trainer_shards(geometry, train), target_shards(case), source, INT8)
 
 
 def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
