@@ -1,8 +1,7 @@
-"""Faults planted into a rehearsed trainer, as context managers. Import this module after `install_device`."""
+"""Faults planted into a rehearsed trainer, as functions that return context managers. Import this module after `install_device`."""
 
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,22 +21,12 @@ from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 
-@contextmanager
-def around(owner, name, call):
-    """Replace a function or method by `call(plain, *arguments)`."""
+def fault(owner, name):
+    """Decorator: make the fault in which a function or method is replaced by `call(plain, *arguments)`."""
     stored = owner.__dict__[name]
     kind = type(stored) if isinstance(stored, (classmethod, staticmethod)) else lambda function: function
     plain = stored.__func__ if kind is type(stored) else stored
-    setattr(owner, name, kind(lambda *args, **options: call(plain, *args, **options)))
-    try:
-        yield
-    finally:
-        setattr(owner, name, stored)
-
-
-def fault(owner, name):
-    """Decorator: make a `call` of `around` the context manager of a fault."""
-    return lambda call: partial(around, owner, name, call)
+    return lambda call: lambda: mock.patch.object(owner, name, kind(lambda *args, **options: call(plain, *args, **options)))
 
 
 @fault(PolicyLoss, "__call__")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.families import ENGINE_ARCHITECTURES
 from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint, split, write_sparse_safetensors
 from support.largest_tensor import LargestTensor
 from support.models import edit_config, make_checkpoint
@@ -184,18 +185,11 @@ def test_wrong_indexes_are_refused(folder):
     assert "is in model-00000.safetensors and in model-00001.safetensors" in refused(folder)
 
 
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "rope_theta": 1e4, "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2,
-    "intermediate_size": 512, "vocab_size": 384,
-    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-
-
 def test_mtp_layers_match_the_config(tmp_path):
     """All MTP layers, or only their copies of embedding and output layer, may be missing. Present tensors must match config.json."""
-    config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
-    model, plain = ModelGeometry.from_hf_config(config), list_tensors(DEEPSEEK, "BF16")
+    plain = ENGINE_ARCHITECTURES["deepseek_v3"]
+    config = {**plain, "num_nextn_predict_layers": 1}
+    model, plain = ModelGeometry.from_hf_config(config), list_tensors(plain, "BF16")
     layer = {
         tensor.name: ("BF16", [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in list_mtp_tensors(model).values()
     }

@@ -32,6 +32,12 @@ def hub(model, tmp_path, monkeypatch):
         yield hub
 
 
+def make_bare(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
 def refusal(path: str | Path) -> str:
     with pytest.raises(UserError) as caught:
         fetch_model(Path(path), "--checkpoint")
@@ -56,9 +62,7 @@ def test_small_files_are_downloaded_first_and_nothing_twice(hub, model):
 
 
 def test_a_split_checkpoint_is_downloaded_by_its_index_and_a_pinned_name_survives_a_moving_branch(hub, model, tmp_path):
-    split = tmp_path / "split"
-    split.mkdir()
-    (split / "config.json").write_text("{}")
+    split = make_bare(tmp_path / "split")
     (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
     for name in ("part-1.safetensors", "part-2.safetensors", "consolidated.safetensors"):
         (split / name).write_bytes(name.encode())
@@ -66,28 +70,15 @@ def test_a_split_checkpoint_is_downloaded_by_its_index_and_a_pinned_name_survive
     folder = fetch_model(Path("hf:someone/split"), "--checkpoint")
     assert {file.name for file in folder.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
     first = pin_hub_model(NAME)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text("{}")
-    hub.add("someone/unknown", other)
+    hub.add("someone/unknown", make_bare(tmp_path / "other"))
     assert pin_hub_model(NAME) != first
     assert (ModelConfig(path=first).folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
-
-
-def test_offline_reads_the_cache(hub, monkeypatch):
-    folder = fetch_model(NAME, "--checkpoint")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    hub.requests.clear()
-    assert fetch_model(NAME, "--checkpoint") == folder and not hub.requests
 
 
 def test_missing_models_are_refused_in_one_line(hub, model, tmp_path):
     hub.add("meta/gated", model, gated=True)
     hub.add("someone/empty", tmp_path / "empty")
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_text("{}")
-    hub.add("someone/bare", bare)
+    hub.add("someone/bare", make_bare(tmp_path / "bare"))
     for path, line in {
         "hf:someone/missing": f"is not a model that you can see on {hub.url}; correct the name; set HF_TOKEN for a private model",
         "hf:someone/unknown@v2": "has no revision v2; name a branch, a tag or a full commit, or omit @REVISION",
@@ -103,14 +94,22 @@ def test_missing_models_are_refused_in_one_line(hub, model, tmp_path):
         assert refusal(path).startswith(line), refusal(path)
 
 
-def test_offline_names_the_file_missing_in_the_cache(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_offline_reads_the_cache_and_names_the_file_that_is_missing_there(hub, monkeypatch, tmp_path):
+    def set_offline(offline: bool) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+
+    set_offline(True)
     fix = "unset it, or run `hf download someone/unknown` on a machine with network access"
     assert refusal(NAME) == f"HF_HUB_OFFLINE is set, and config.json is not in {tmp_path / 'cache'}; {fix}"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    set_offline(False)
     pinned = pin_hub_model(NAME)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    set_offline(True)
     assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and model.safetensors is not in {tmp_path / 'cache'}; {fix}"
+    set_offline(False)
+    folder = fetch_model(NAME, "--checkpoint")
+    set_offline(True)
+    hub.requests.clear()
+    assert fetch_model(NAME, "--checkpoint") == folder and not hub.requests
 
 
 def test_an_unreachable_hub_is_refused_and_a_local_folder_returned_unchanged(model, tmp_path, monkeypatch):

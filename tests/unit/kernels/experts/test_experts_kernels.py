@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_gpu_libraries
 from support.fp8_reference import check_columns, check_rows, same_bits, uneven
-from support.kernel_tests import in_interpreter
-from support.triton_kernels import needs_triton
+from support.kernel_tests import in_interpreter, needs_triton
 
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.experts.expert_sum import sum_experts

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
-from support.kernel_tests import in_interpreter
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
 from support.processes import call_in_fresh_process
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu.reference import differentiate_reference, multiply_reference, swiglu

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import fake_gpu_libraries as fake_kernels
-from support.fp8_reference import engine_layouts, uneven
+from support.fp8_reference import uneven
 from support.processes import call_in_fresh_process
 
 from megatron_rl.precision.fp8 import quantize_1x128
@@ -97,20 +97,6 @@ def test_the_installed_kernels_have_the_formulas_of_the_named_references():
     assert "y_s = _absmax / bit8_max\n    y_s_inv = 1.0 / y_s" in triton
 
 
-def test_every_layout_holds_the_references_bytes(scale_format):
-    for tokens, width in ((5, 384), (130, 128)):
-        x = uneven(tokens, width, torch.bfloat16)
-        for data, scale in engine_layouts(x):
-            options = {"scale_ue8m0": False, "fuse_silu_and_mul": False, "masked_m": None}
-            gpu_activation_quant.run_group_quantizer(x, data, scale, 128, 1e-10, -448.0, 448.0, **options)
-            assert_quantized(x, data, scale, scale_format)
-        assert_quantized(x, *gpu_activation_quant.quantize_groups(x), scale_format)
-        data, scale = gpu_activation_quant.quantize_groups(x, column_major_scales=True)
-        assert_quantized(x, data, scale, scale_format)
-        assert scale.stride() == (1, -(-tokens // 4) * 4)
-    assert_quantized(x, *gpu_activation_quant.quantize_tokens(x), scale_format)
-
-
 def test_quantization_outside_the_contract_is_refused(scale_format):
     x = uneven(4, 256, torch.bfloat16)
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
@@ -190,18 +176,21 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
 SIZES = ((5, 384), (130, 256), (3, 128), (1, 512))
 
 
-def check_quantizers(kernels, groups):
+def check_quantizers(kernels, groups, scale_format):
     """Check SGLang's entry points to its quantizer in every requested layout."""
-    column, aligned = {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}
+    layouts = [{}, {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}]
+    layouts += [{"scale_ue8m0": True}] if scale_format == "pow2" else []
     for tokens, width in SIZES:
         x = uneven(tokens, width, torch.bfloat16)
-        for options in ({}, column, aligned, {"scale_ue8m0": True}):
+        for options in layouts:
             data, scale = kernels.sglang_per_token_group_quant_fp8(x, 128, **options)
-            assert_quantized(x, data, scale, "pow2")
+            assert_quantized(x, data, scale, scale_format)
             assert options == {} or scale.stride(0) == (1 if options.get("column_major_scales") else width // 128)
-        assert_quantized(x, *kernels.sglang_per_token_group_quant_fp8_row_padded(x, 128), "pow2", padded=True)
-        assert_quantized(x, *groups.per_token_group_quant(x, sorted_token_ids=torch.zeros(tokens), num_valid_tokens=1), "pow2")
+        assert_quantized(x, *kernels.sglang_per_token_group_quant_fp8_row_padded(x, 128), scale_format, padded=True)
+        assert_quantized(x, *groups.per_token_group_quant(x, sorted_token_ids=torch.zeros(tokens), num_valid_tokens=1), scale_format)
         assert groups.per_token_group_quant(x, column_major_scales=True)[1].stride() == (1, -(-tokens // 4) * 4)
+        if width == 128:
+            assert_quantized(x, *kernels.sglang_per_token_quant_fp8(x), scale_format)
         assert kernels.sglang_per_token_group_quant_fp8(x[:0], 128)[0].shape == (0, width)
 
 
@@ -290,8 +279,8 @@ def check_gpu_code():
     for scale_format in ("pow2", "fp32"):
         os.environ[gpu_activation_quant.SCALE_FORMAT_VARIABLE] = scale_format
         gpu_activation_quant.get_scale_format.cache_clear()
+        check_quantizers(fp8_kernel, per_token_group_quant, scale_format)
         if scale_format == "pow2":
-            check_quantizers(fp8_kernel, per_token_group_quant)
             check_dense(fp8_utils, fp8_kernel)
             check_layout(fp8_utils, fp8)
         check_experts(fused_moe_triton_kernels, scale_format)
