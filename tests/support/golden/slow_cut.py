@@ -119,11 +119,11 @@ def cut(shards, source, format=FP8):
     blocks do not coincide with the checkpoint's is noticed."""
     arrays = {}
     for shard in shards:
-        arrays[shard.name] = _laid(shard, source)
+        arrays[shard.name] = lay(shard, source)
         if shard.role in ROLES:
             rows, cols = format.block[0], format.block[1] or max(shard.cols, *(region.tensor.cols for region in shard.regions))
             spread = {r.tensor.name: source[format.scale_name(r.tensor.name)].repeat(rows, 0).repeat(cols, 1) for r in shard.regions}
-            elements = _laid(shard, spread)
+            elements = lay(shard, spread)
             scales = elements[::rows, ::cols]
             assert np.array_equal(scales.repeat(rows, 0).repeat(cols, 1)[: shard.rows, : shard.cols], elements), (
                 f"{shard.name} cuts a block"
@@ -132,7 +132,8 @@ def cut(shards, source, format=FP8):
     return arrays
 
 
-def _laid(shard, source):
+def lay(shard, source):
+    """Return the array of a shard, cut from those of the checkpoint; padding is zero."""
     result = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
     for region in shard.regions:
         rect = region.tensor_rect

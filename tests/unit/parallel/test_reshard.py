@@ -32,11 +32,7 @@ from parallel.shards import GeometryError, HFTensor, Rect, Shard, Weight, stack_
 
 def is_padding(shard: Shard) -> np.ndarray:
     """Return bool [rows, cols]: True for elements that belong to no region."""
-    padding = np.ones((shard.rows, shard.cols), bool)
-    for region in shard.regions:
-        row, col, rect = region.shard_row, region.shard_col, region.tensor_rect
-        padding[row : row + rect.rows, col : col + rect.cols] = False
-    return padding
+    return ~slow_cut.lay(shard, {tensor.name: np.ones((tensor.rows, tensor.cols), bool) for tensor, *_ in shard.regions})
 
 
 def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
@@ -166,11 +162,7 @@ def test_quantizing_the_trainers_shards_gives_the_checkpoints_blocks(tp, scale_f
         quantized = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), format_of=as_fp8)}
         for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
             if shard.role in ROLES:
-                master = np.empty((shard.rows, shard.cols), np.float32)
-                for region in shard.regions:
-                    a = region.tensor_rect
-                    values = weights[region.tensor.name][a.row : a.row + a.rows, a.col : a.col + a.cols]
-                    master[region.shard_row : region.shard_row + a.rows, region.shard_col : region.shard_col + a.cols] = values
+                master = slow_cut.lay(shard, weights)
                 order = compute_row_order(shard, FP8)
                 assert (order is not None) == (bool(widths) and "linear_qkv" in shard.name)
                 master = master if order is None else master[order]

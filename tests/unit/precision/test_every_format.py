@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import toy_format
+from support.fp8_reference import uneven_matrix
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision import slices
@@ -20,16 +21,10 @@ QUANTIZED = [format.with_scales("pow2") for format in FORMATS.values() if format
 every_format = pytest.mark.parametrize("format", [*QUANTIZED, toy_format.TOY], ids=str)
 
 
-def random(*shape: int) -> torch.Tensor:
-    """Numbers of many magnitudes."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
-
-
 @every_format
 def test_an_element_is_as_close_as_its_blocks_maximum_allows(format):
     """Three mantissa bits round a number by 1/16 of it at most; edge blocks are partial."""
-    weight = random(200, 300)
+    weight = uneven_matrix(200, 300)
     blocks = quantize(weight, format)
     assert [str(tensor.dtype) for tensor in blocks] == [f"torch.{format.dtype}", f"torch.{format.scale_dtype}"]
     assert tuple(blocks.scale.shape) == format.scale_grid(*weight.shape)
@@ -41,7 +36,7 @@ def test_an_element_is_as_close_as_its_blocks_maximum_allows(format):
 @every_format
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite_are_refused(format, value):
-    weight = random(130, 257)
+    weight = uneven_matrix(130, 257)
     weight[129, 256] = value  # in an edge block
     with pytest.raises(ValueError, match="weight holds inf or NaN"):
         quantize(weight, format)
@@ -49,8 +44,8 @@ def test_values_that_are_not_finite_are_refused(format, value):
 
 @every_format
 def test_a_row_of_a_product_has_the_same_bits_in_any_batch(format):
-    backend, x = make_backend("emulated", format), random(40, 1152)
-    weight = backend.prepare(quantize(random(256, 1152), format), None)
+    backend, x = make_backend("emulated", format), uneven_matrix(40, 1152)
+    weight = backend.prepare(quantize(uneven_matrix(256, 1152), format), None)
     whole, alone = (backend.fprop(backend.quantize(rows, rows=True, columns=False), weight) for rows in (x, x[:1]))
     assert torch.equal(alone, whole[:1])
 

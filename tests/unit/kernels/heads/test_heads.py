@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.kernel_tests import in_interpreter
+from support.kernel_tests import in_interpreter, random
 
 from megatron_rl.kernels.heads import Heads
 from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads
@@ -17,21 +17,17 @@ def make_heads(interleaved: bool) -> Heads:
     return Heads(GROUPS, QUERIES, Rotation.from_angles(angles, POSITIONS, interleaved), 1e-6)
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_it_is_split_norm_and_rotation_with_their_gradients(interleaved, normed):
-    heads, mixed = make_heads(interleaved), draw(9, GROUPS * (QUERIES + 2) * DIM).requires_grad_()
+    heads, mixed = make_heads(interleaved), random(9, GROUPS * (QUERIES + 2) * DIM, seed=0).requires_grad_()
     weights = tuple(torch.linspace(start, 2, DIM).requires_grad_() for start in (-1, 0.5)) if normed else None
     found = split_heads(mixed, heads, weights)
     query, key, value = mixed.view(9, GROUPS, QUERIES + 2, DIM).split([QUERIES, 1, 1], 2)
     if weights:
         query, key = (torch.nn.functional.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((query, key), weights, strict=True))
     wanted = *(heads.rotation.rotate(x.flatten(1, 2)) for x in (query, key)), value.flatten(1, 2)
-    gradients = [draw(*x.shape) for x in wanted]
+    gradients = [random(*x.shape, seed=1) for x in wanted]
     assert all(torch.allclose(a, b, atol=1e-5) and a.shape == b.shape for a, b in zip(found, wanted, strict=True))
     assert found[2].data_ptr() == mixed[:, (QUERIES + 1) * DIM :].data_ptr(), "values are copied"
     inputs = (mixed, *(weights or ()))
@@ -45,12 +41,12 @@ def test_the_kernels_results_are_the_references():
     from megatron_rl.kernels.heads.triton import differentiate, rotate
 
     for dtype, interleaved, normed in ((torch.float32, False, True), (torch.bfloat16, True, True), (torch.float32, True, False)):
-        heads, mixed = make_heads(interleaved), draw(9, GROUPS * (QUERIES + 2) * DIM, dtype=dtype)
+        heads, mixed = make_heads(interleaved), random(9, GROUPS * (QUERIES + 2) * DIM, seed=0, dtype=dtype)
         norms = (torch.linspace(-1, 2, DIM).to(dtype), torch.linspace(0.5, 2, DIM).to(dtype)) if normed else None
         near = {"rtol": 2**-6, "atol": 2e-2} if dtype is torch.bfloat16 else {"atol": 1e-5}
         for a, b in zip(rotate(mixed, heads, norms), rotate_heads_reference(mixed, heads, norms), strict=True):
             assert torch.allclose(a.float(), b.float(), **near)
-        gradients = tuple(draw(9, count, DIM, dtype=dtype) for count in (GROUPS * QUERIES, GROUPS, GROUPS))
+        gradients = tuple(random(9, count, DIM, seed=1, dtype=dtype) for count in (GROUPS * QUERIES, GROUPS, GROUPS))
         found, of_norms = differentiate(gradients, mixed, heads, norms)
         wanted, of_norms_wanted = differentiate_heads_reference(gradients, mixed, heads, norms)
         assert torch.allclose(found.float(), wanted.float(), **near) and (of_norms is None) == (norms is None)

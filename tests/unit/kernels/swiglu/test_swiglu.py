@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
-from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton, random
 from support.processes import call_in_fresh_process
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
@@ -19,7 +19,7 @@ def by_torch(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    return (3 * random(*shape, seed=0)).to(dtype)
 
 
 def test_swiglu_is_rounded_once_saves_only_its_input_and_has_the_gradients_of_autograd():

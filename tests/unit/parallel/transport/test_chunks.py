@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import SMALL_MOE, plan_case, small_model, source_shards, target_shards
-from support.golden import slow_cut
-from support.golden.slow_cut import Case, as_fp8, cases
+from support.geometries import SMALL_MOE, small_model, target_shards
+from support.golden.slow_cut import Case, as_fp8
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
@@ -79,24 +78,6 @@ def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
     assert stored["model.norm.weight"] == (BF16, (256,))
     assert stored["model.layers.0.mlp.down_proj.weight"] == (FP8, (256, 1024))
     assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == (FP8.scale, (2, 8))
-
-
-@given(cases(), st.integers(1, 5))
-def test_tiny_chunks_deliver_the_same_bytes(case, times):
-    source = slow_cut.checkpoint(case.model)
-    sources = slow_cut.cut_all(source_shards(case), source)
-    expected = slow_cut.cut_all(target_shards(case), source)
-    assert all(list_stored_tensors(shards, as_fp8).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
-    engine = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in expected.items()}
-    limit = 16 * times * max(array[0].nbytes for arrays in expected.values() for array in arrays.values())
-    chunks = make_chunks(plan_case(case), limit)  # most chunks end inside a parameter
-    assert len(chunks) > 1
-    for chunk in chunks:
-        assert chunk.nbytes <= limit
-        for (from_name, a), (to_name, b) in zip(chunk.sources, chunk.targets, strict=True):
-            values = sources[chunk.source][from_name][a.row : a.row + a.rows, a.col : a.col + a.cols]
-            engine[chunk.target][to_name][b.row : b.row + b.rows, b.col : b.col + b.cols] = values
-    slow_cut.assert_same(engine, expected)
 
 
 @given(st.integers(1, 300_000), st.data())

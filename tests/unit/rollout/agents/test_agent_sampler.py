@@ -4,10 +4,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.agents import AGENTS, ChatTokenizer, Policy, config
 
@@ -31,13 +32,10 @@ def sample(sampler: AgentSampler, *prompts: str, abort: Abort | None = None) -> 
 def find_processes_in(session: set[int]) -> set[int]:
     """Return the processes that are alive in one of the sessions."""
     found = set()
-    for folder in Path("/proc").iterdir():
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split() if folder.name.isdigit() else []
-        except OSError:  # it has just ended
-            continue
-        if fields and fields[0] != "Z" and int(fields[3]) in session:
-            found.add(int(folder.name))
+    for process in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):  # it has just ended
+            if os.getsid(process.pid) in session and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
     return found
 
 

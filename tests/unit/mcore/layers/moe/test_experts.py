@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from support.fp8_reference import uneven_matrix
+from support.kernel_tests import random
 
 from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
@@ -36,10 +37,6 @@ def make_layers(rows: int, columns: int) -> list[Any]:
     return layers
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
-
-
 def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: Any, second: Any) -> tuple[torch.Tensor, ...]:
     """Return (outputs, gradients of tokens, token weights, first layer, second layer) of one expert."""
     backend = make_backend("deep_gemm", FP8)
@@ -61,7 +58,7 @@ def run_alone(x: torch.Tensor, weights: torch.Tensor, dy: torch.Tensor, first: A
 
 def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
     first, second = make_layers(2 * FFN, HIDDEN), make_layers(HIDDEN, FFN)
-    x, dy, weights = draw(TOKENS, HIDDEN), draw(TOKENS, HIDDEN).flip(0), torch.linspace(0.1, 1, TOKENS)
+    (x, dy), weights = (random(TOKENS, HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in range(2)), torch.linspace(0.1, 1, TOKENS)
     inputs = x.requires_grad_(), weights.requires_grad_()
     y = run_experts(*inputs, TokenGroups.from_counts(SENT, "cpu"), GroupedLinear(first), GroupedLinear(second))
     y.backward(dy)
@@ -77,7 +74,7 @@ def test_grouped_experts_match_single_experts_in_the_order_of_tokens():
 
 def test_sorted_tokens_and_packed_ones_have_the_same_bits():
     first, second = GroupedLinear(make_layers(2 * FFN, HIDDEN)), GroupedLinear(make_layers(HIDDEN, FFN))
-    x, weights = draw(TOKENS, HIDDEN), torch.linspace(0.1, 1, TOKENS)
+    x, weights = random(TOKENS, HIDDEN, seed=0, dtype=torch.bfloat16), torch.linspace(0.1, 1, TOKENS)
     experts = torch.arange(SENT.shape[1]).repeat(len(SENT)).repeat_interleave(SENT.flatten())
     order = experts.argsort(stable=True)
     with torch.no_grad():
