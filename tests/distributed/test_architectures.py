@@ -1,13 +1,13 @@
 """Every architecture of the trainer computes what Hugging Face transformers computes from the same checkpoint."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from support import trainer, transformers_reference
 from support.families import ARCHITECTURES
 from support.models import FP32
+from support.processes import ROOT
 from support.trainer import Trainer
+from support.transformers_reference import load, response_logprobs
 
 from megatron_rl.batch.training_sample import TrainingSample
 
@@ -16,6 +16,11 @@ def text_logprobs(folder, precision, documents):
     """Return the log-probs of every token but the first of each document, packed into micro-batches as in a step."""
     samples = [TrainingSample(ids[:1], ids[1:]) for ids in documents]
     return torch.cat(Trainer(folder, precision).actor.compute_logprobs(samples)[0])
+
+
+def score_texts(folder, documents, dtype):
+    """Return the same log-probs by transformers."""
+    return response_logprobs(load(folder, dtype), [(ids[:1], ids[1:]) for ids in documents])
 
 
 @pytest.fixture(scope="module", params=[*ARCHITECTURES, "tied"])
@@ -35,11 +40,10 @@ def test_logits_equal_transformers(folder, worlds, transformers_process):
 
 def test_logprobs_of_a_text_equal_transformers(folder, worlds, transformers_process):
     """FP32 differs only by the order of sums. BF16 is at most 1.5 times as far from FP32 as transformers' BF16 is."""
-    text = (Path(trainer.__file__).parent / "held_out.txt").read_bytes()
+    text = (ROOT / "LICENSE").read_bytes()[:600]
     documents = [list(text[start : start + 90]) for start in range(0, len(text), 90)]  # the byte tokenizer's ids
-    reference, rounded = (
-        transformers_process.call(transformers_reference.text_logprobs, folder, documents, high)[0] for high in ("fp32", "bf16")
-    )
+    dtypes = torch.float32, torch.bfloat16
+    reference, rounded = (transformers_process.call(score_texts, folder, documents, dtype)[0] for dtype in dtypes)
     ours, ours_rounded = (worlds(1).call(text_logprobs, folder, {**FP32, "high": high}, documents)[0] for high in ("fp32", "bf16"))
     assert len(reference) == len(text) - len(documents) > 500 and reference.std() > 0.3
     assert (ours - reference).abs().max() < 2e-5

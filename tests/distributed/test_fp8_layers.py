@@ -1,9 +1,9 @@
 """The FP8 layers in Megatron: the three products of the contract, with and without parallelism."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.fp8_reference import uneven_matrix
 from support.golden import slow_fp8
 from support.trainer import build_quantized_layer
 
@@ -49,42 +49,18 @@ def _gather(tensor, dim):
     return torch.cat(parts, dim)
 
 
-def uneven(rows, cols, seed):
-    """Return float32 values whose blocks differ a lot in magnitude, so that a scale of the wrong block is noticed."""
-    random = np.random.default_rng(seed)
-    sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))
-    return (random.standard_normal((rows, cols)) * np.kron(sizes, np.ones((32, 32)))[:rows, :cols]).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def operands():
-    return uneven(N, K, 1), uneven(S * B, K, 2), uneven(S * B, N, 3)
-
-
 @pytest.fixture(scope="module", params=["pow2", "fp32"])
-def expected(request, operands):
-    """(scale format, float64 operands of each product), quantized by the slow definitions."""
-    weight, x, dy = operands
-    form = request.param
-    codes, scales = slow_fp8.quantize_matrix(weight, form)
-    blocks = slow_fp8.from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((128, 128)))
-    x_tokens, dy_tokens = (slow_fp8.round_trip_rows(np.ascontiguousarray(values.T), form) for values in (x, dy))
-    products = {
-        "y": (slow_fp8.round_trip_rows(x, form), blocks.T),
-        "dx": (slow_fp8.round_trip_rows(dy, form), blocks),
-        "dw": (dy_tokens, x_tokens.T),
-    }
-    return form, {name: (left.astype(np.float64), right.astype(np.float64)) for name, (left, right) in products.items()}
+def case(request):
+    """Scale format, weight, x and dy, and the operands of each product by the slow definitions."""
+    arrays = [uneven_matrix(*shape, seed).numpy() for seed, shape in enumerate(((N, K), (S * B, K), (S * B, N)))]
+    return request.param, [torch.from_numpy(array) for array in arrays], slow_fp8.multiply(*arrays, request.param)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
-def test_products_are_those_of_the_contract(worlds, operands, expected, kind, ranks, sequence_parallel):
-    scale_format, products = expected
-    weight, x, dy = (torch.from_numpy(values) for values in operands)
+def test_products_are_those_of_the_contract(worlds, case, kind, ranks, sequence_parallel):
+    scale_format, (weight, x, dy), products = case
     arguments = (kind, scale_format, sequence_parallel, weight, x.view(S, B, K), dy.view(S, B, N))
-    for rank, results in enumerate(worlds(ranks).call(run_layer, *arguments)):
-        for (name, (left, right)), got in zip(products.items(), results, strict=True):
-            error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
-            # FP32 sums in any order; one wrongly quantized element would be 2^-4 of a term
-            assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"rank {rank}: {name} is off by {error.max()}"
+    for results in worlds(ranks).call(run_layer, *arguments):
+        for got, (left, right) in zip(results, products, strict=True):
+            slow_fp8.assert_product(got.reshape(len(left), -1), left, right)

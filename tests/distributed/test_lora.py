@@ -1,12 +1,16 @@
 """Training of adapters alone: their gradients, frozen weights, and the same results in any layout."""
 
+import sys
+import warnings
+
 import pytest
 import torch
-from support import trainer, transformers_reference
+from support import trainer
 from support.families import ARCHITECTURES
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
 from support.trainer import Trainer, compute_logprobs
+from support.transformers_reference import load, response_logprobs
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.config.lora import LoraConfig
@@ -20,6 +24,19 @@ from parallel.layout import Layout
 
 LORA = {"rank": 8, "alpha": 16.0}
 PARTS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def score_by_peft(base, adapters, sequences):
+    """Return the log-probs of all responses' tokens of a checkpoint, without and with adapters that PEFT loads. Fail if an adapter has no
+    place, or a place has no adapter. `sequences` are (prompt, response) pairs."""
+    sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
+    from peft import PeftModel
+
+    model = load(base)
+    plain = response_logprobs(model, sequences)
+    with warnings.catch_warnings(action="error"):
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # PEFT's own, which it does use
+        return plain, response_logprobs(PeftModel.from_pretrained(model, adapters), sequences)
 
 
 def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
@@ -134,7 +151,7 @@ def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, 
     ((result),) = worlds(1).call(trainer.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
     worlds(1).call(export_adapters, run, adapters)
     samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
-    ((plain, adapted),) = transformers_process.call(transformers_reference.peft_logprobs, folder, adapters, samples)
+    ((plain, adapted),) = transformers_process.call(score_by_peft, folder, adapters, samples)
     assert (result["trained"] - result["start"]).abs().max() > 0.1
     torch.testing.assert_close(plain, result["start"], rtol=0, atol=1e-4)
     torch.testing.assert_close(adapted, result["trained"], rtol=0, atol=1e-4)

@@ -10,7 +10,7 @@ from support import toy_format
 from support.geometries import PUBLISHED
 from support.models import read_weights
 from support.receiving_engine import ReceivingEngine
-from support.toy_format import MODE, TOY
+from support.toy_format import MODE, TOY, round_trip
 from support.trainer import Trainer
 
 from megatron_rl.config import Config, PrecisionConfig
@@ -35,8 +35,6 @@ from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import take_all
-
-QWEN3_8B = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED["Qwen3-8B"]}
 
 
 def sync_and_export(folder, layout, rollout, output):
@@ -67,10 +65,6 @@ def sync_and_export(folder, layout, rollout, output):
 def registered():
     with toy_format.registered():
         yield
-
-
-def round_trip(x):
-    return dequantize(quantize(x, TOY), TOY)
 
 
 @pytest.mark.parametrize("layout, rollout", [(Layout(tp=2), EngineLayout(tp=1)), (Layout(pp=2), EngineLayout(tp=2))], ids=["tp", "pp"])
@@ -115,7 +109,7 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
 
 def test_the_planner_counts_its_bytes():
     table = {"model": {"path": "x"}, "precision": {"mode": MODE}}
-    job = Workload.from_config(Config.model_validate(table, strict=False), QWEN3_8B)
+    job = Workload.from_config(Config.model_validate(table, strict=False), PUBLISHED["Qwen3-8B"])
     shapes = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
     held = sum(count * TOY.count_bytes(shape) for shape, count in shapes.items())
     assert weight_cost.count_trainer_memory(job, Layout(), 0).blocks == 36 * held
@@ -127,7 +121,7 @@ def test_bytes_of_a_format():
 
 def test_what_fp8_refuses_is_cut_where_its_blocks_allow():
     """192 rows of an MLP on every rank are not whole blocks of 128 rows."""
-    model = ModelGeometry.from_hf_config(QWEN3_8B | {"intermediate_size": 384})
+    model = ModelGeometry.from_hf_config(PUBLISHED["Qwen3-8B"] | {"intermediate_size": 384})
     modes = {mode: PrecisionContract.from_config(PrecisionConfig(mode=mode)) for mode in (MODE, "fp8_unified")}
     problems = {mode: find_trainer_problem(model, Layout(tp=2), contract.format_of) for mode, contract in modes.items()}
     assert problems[MODE] is None and "cuts a 128x128 FP8 block" in str(problems["fp8_unified"])

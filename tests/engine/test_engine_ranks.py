@@ -1,15 +1,26 @@
 """A real SGLang, filled by a trainer in another layout, has its log-probs bit for bit, and closely those of transformers' model."""
 
+import tempfile
+from pathlib import Path
+from unittest import mock
+
 import httpx
 import pytest
 import torch
-from support import trainer_engine, transformers_reference
-from support.models import FP8, random_sequences
+from support import trainer_engine
+from support.models import FP8, masters, random_sequences, served
 from support.processes import World
 from support.trainer_engine import TWO_NODES, current
+from support.transformers_reference import load, response_logprobs
 
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import write_checkpoint
+from megatron_rl.kernels.linear.reference import fprop
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.layout import Layout
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(6, seed=31)]
@@ -28,6 +39,35 @@ def read_server_arguments(names):
     return current().rank0_engines.run(read)
 
 
+def compute_logprobs(hf_config, seed, precision, sequences):
+    """Return the log-probs of all responses' tokens for `masters` with the contract's precision flow. `sequences` are (prompt, response)
+    pairs.
+
+    The model is transformers', in float32, with dequantized blocks as weights. Only `F.linear` quantizes its input if its weight is one of
+    those. kv_b_proj is left out, because an engine with absorbed MLA multiplies its blocks with inputs that are not quantized.
+    """
+    contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
+    values = served(hf_config, masters(hf_config, seed), contract)
+    for name in [name for name in values if f"{name}_scale_inv" in values]:
+        values[name] = dequantize_weight(QuantizedWeight(values[name], values.pop(f"{name}_scale_inv")))
+    with tempfile.TemporaryDirectory() as folder:
+        config = {key: value for key, value in hf_config.items() if key != "quantization_config"} | {"torch_dtype": "float32"}
+        write_checkpoint(Path(folder), config, {name: tensor.float() for name, tensor in values.items()}, None)
+        model = load(Path(folder))
+    weights = [weight for name, weight in model.named_parameters() if "_proj" in name and "kv_b_proj" not in name and weight.dim() > 1]
+    quantized = {matrix.data_ptr() for weight in weights for matrix in (weight if weight.dim() == 3 else [weight])}  # 3: of all experts
+    linear = torch.nn.functional.linear
+
+    def flow(x, weight, bias=None):
+        if weight.data_ptr() not in quantized:
+            return linear(x, weight, bias)
+        y = fprop(x, weight, contract.scale_format)
+        return y if bias is None else y + bias
+
+    with mock.patch.object(torch.nn.functional, "linear", flow):
+        return response_logprobs(model, sequences)
+
+
 @pytest.fixture(scope="module")
 def transformers_side(tmp_path_factory):
     with World(1, tmp_path_factory.mktemp("transformers")) as world:
@@ -39,7 +79,7 @@ def assert_same_logprobs(world, folder, transformers_side, seed):
     generated = world.call(trainer_engine.generate, PROMPTS)[0]
     assert generated["versions"] == {seed}
     config = read_config(folder / "model")
-    reference = transformers_side.call(transformers_reference.fp8_logprobs, config, seed, FP8, generated["samples"])[0]
+    reference = transformers_side.call(compute_logprobs, config, seed, FP8, generated["samples"])[0]
     assert len(generated["engine"]) >= 50
     # most of transformers' are equal up to the order of sums, which no other quantizer or weight would give; an E4M3 rounding that tips
     # over (2^-3 of one activation) stays in the cache for all tokens that follow, and shifts them by some 10^-2

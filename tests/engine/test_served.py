@@ -1,8 +1,9 @@
 """Correct bytes that a real engine does not serve: each fault is named before a request is answered, and fixed by the next sync."""
 
+import planted_server
 import pytest
 import torch
-from support import planted_server, trainer_engine
+from support import trainer_engine
 from support.models import FP8, random_sequences
 from support.processes import World
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from support.policies import (
+from policies import (
     ACTOR_BYTES,
     ARCHITECTURES,
     ENGINE_BYTES,

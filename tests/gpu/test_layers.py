@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers
-from support.policies import (
+from policies import (
     ACTOR_BYTES,
     ARCHITECTURES,
     count_layers_that_fit,

@@ -3,7 +3,7 @@ row-parallel ones, sums by the tree against the library's."""
 
 import pytest
 import torch
-from support.policies import ARCHITECTURES
+from policies import ARCHITECTURES
 from support.timing import time_in_turns, time_kernels
 
 from megatron_rl.kernels.linear import make_backend

@@ -46,15 +46,6 @@ def check_kernel(x, scale_format, groups=None):
     assert nothing is None and same_bits(alone, columns)
 
 
-def check_into(x, scale_format):
-    """Check bytes and scales of `quantize_into(x)` in the layouts that an engine's kernels ask for, and that nothing else is written."""
-    from megatron_rl.kernels.quantize.triton import quantize_into
-
-    for data, scale in engine_layouts(x):
-        quantize_into(x, data, scale, scale_format)
-        assert same_bits((data, scale), quantize_1x128(x, scale_format))
-
-
 def engine_layouts(x):
     """Return empty E4M3 data `[T, K]` with float32 scales `[T, K/128]`: by rows, by columns, and by columns aligned for TMA."""
     tokens, groups = x.shape[0], x.shape[1] // 128
@@ -94,8 +85,6 @@ def same_bits(got, expected):
     return all(a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b)) for a, b in zip(got, expected, strict=True))
 
 
-FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-Scales = tuple[FloatArray, FloatArray]
 _ONE, _LARGEST, _EPSILON = np.float32(1), np.float32(448), np.float32(1e-10)
 _EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
 

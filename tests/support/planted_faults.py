@@ -1,7 +1,7 @@
-"""Faults planted into a rehearsed trainer, as context managers. Import this module after `install_device`."""
+"""Faults planted into a rehearsed trainer, as functions that return context managers. Import this module after `install_device`."""
 
-from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,142 +21,112 @@ from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 
-@contextmanager
-def around(owner, name, call):
-    """Replace a function or method by `call(plain, *arguments)`."""
+def fault(owner, name):
+    """Decorator: make the fault in which a function or method is replaced by `call(plain, *arguments)`."""
     stored = owner.__dict__[name]
     kind = type(stored) if isinstance(stored, (classmethod, staticmethod)) else lambda function: function
     plain = stored.__func__ if kind is type(stored) else stored
-    setattr(owner, name, kind(lambda *args, **options: call(plain, *args, **options)))
-    try:
-        yield
-    finally:
-        setattr(owner, name, stored)
+    return lambda call: lambda: mock.patch.object(owner, name, kind(lambda *args, **options: call(plain, *args, **options)))
 
 
-def host_tensor_in_loss():
-    def call(plain, loss, logprobs, batch):
-        return plain(loss, logprobs * torch.ones(batch.tokens.shape), batch)
-
-    return around(PolicyLoss, "__call__", call)
+@fault(PolicyLoss, "__call__")
+def host_tensor_in_loss(plain, loss, logprobs, batch):
+    return plain(loss, logprobs * torch.ones(batch.tokens.shape), batch)
 
 
-def _in_attention(change):
-    return around(CoreAttention, "forward", lambda plain, *args, **options: change(plain(*args, **options)))
+@fault(CoreAttention, "forward")
+def item_per_layer(plain, *args, **options):
+    result = plain(*args, **options)
+    result.sum().item()
+    return result
 
 
-def item_per_layer():
-    return _in_attention(lambda result: (result.sum().item(), result)[1])
+@fault(CoreAttention, "forward")
+def doubled_activation(plain, *args, **options):
+    result = plain(*args, **options)
+    for _ in range(16):  # each keeps its factors for the backward pass
+        result = result * result.detach().clone()
+    return result
 
 
-def doubled_activation():
-    def widen(result):
-        for _ in range(16):  # each keeps its factors for the backward pass
-            result = result * result.detach().clone()
-        return result
-
-    return _in_attention(widen)
+@fault(gather, "gather_first")
+def gather_in_wrong_group(plain, x, group):
+    return plain(x, parallel_state.get_data_parallel_group())
 
 
-def gather_in_wrong_group():
-    return around(gather, "gather_first", lambda plain, x, group: plain(x, parallel_state.get_data_parallel_group()))
-
-
-def gather_among_context_ranks():
+@fault(gather, "gather_first")
+def gather_among_context_ranks(plain, x, group):
     """Activations are gathered in the context-parallel group, which has the size of the tensor-parallel group."""
-    return around(gather, "gather_first", lambda plain, x, group: plain(x, parallel_state.get_context_parallel_group()))
+    return plain(x, parallel_state.get_context_parallel_group())
 
 
-def context_in_tensor_ranks():
+@fault(ContextShard, "for_this_rank")
+def context_in_tensor_ranks(plain, *args):
     """Queries are exchanged with ranks that hold other heads."""
-
-    def shard(plain, *args):
-        return replace(plain(*args), group=parallel_state.get_tensor_model_parallel_group())
-
-    return around(ContextShard, "for_this_rank", shard)
+    return replace(plain(*args), group=parallel_state.get_tensor_model_parallel_group())
 
 
-def _tokens_among(get_group):
-    def start(plain, dispatcher, *args, **options):
-        plain(dispatcher, *args, **options)
-        dispatcher.ep_group = get_group()
-
-    return around(MoEAlltoAllTokenDispatcher, "__init__", start)
-
-
-def tokens_among_replicas():
+@fault(MoEAlltoAllTokenDispatcher, "__init__")
+def tokens_among_replicas(plain, dispatcher, *args, **options):
     """Tokens are sent to the ranks that have the same experts."""
-    return _tokens_among(parallel_state.get_expert_data_parallel_group)
+    plain(dispatcher, *args, **options)
+    dispatcher.ep_group = parallel_state.get_expert_data_parallel_group()
 
 
-def tokens_among_parts_of_experts():
+@fault(MoEAlltoAllTokenDispatcher, "__init__")
+def tokens_among_parts_of_experts(plain, dispatcher, *args, **options):
     """Tokens are sent to the ranks that have other shards of the same experts."""
-    return _tokens_among(parallel_state.get_expert_tensor_parallel_group)
+    plain(dispatcher, *args, **options)
+    dispatcher.ep_group = parallel_state.get_expert_tensor_parallel_group()
 
 
-def experts_among_replicas():
+@fault(actor, "wrap_chunks")
+def experts_among_replicas(plain, chunks, train):
     """Weights of experts are not marked as having other replicas."""
-
-    def wrap(plain, chunks, train):
-        for weight in (weight for chunk in chunks for weight in chunk.parameters()):
-            weight.allreduce = True
-        return plain(chunks, train)
-
-    return around(actor, "wrap_chunks", wrap)
+    for weight in (weight for chunk in chunks for weight in chunk.parameters()):
+        weight.allreduce = True
+    return plain(chunks, train)
 
 
-def backward_among_experts_ranks():
+@fault(mappings._GatherFromSequenceParallelRegion, "backward")
+def backward_among_experts_ranks(plain, ctx, gradient):
     """Only the gradient of the output layer's gathered input is sent to ranks with other experts."""
-
-    def backward(plain, ctx, gradient):
-        ctx.group = parallel_state.get_expert_model_parallel_group()
-        return plain(ctx, gradient)
-
-    return around(mappings._GatherFromSequenceParallelRegion, "backward", backward)
+    ctx.group = parallel_state.get_expert_model_parallel_group()
+    return plain(ctx, gradient)
 
 
-def sum_from_unknown_line():
+@fault(PolicyLoss, "__call__")
+def sum_from_unknown_line(plain, loss, logprobs, batch):
     """A function that is not in the table all-reduces log-probs."""
-
-    def call(plain, loss, logprobs, batch):
-        dist.all_reduce(logprobs.detach().clone(), group=parallel_state.get_tensor_model_parallel_group())
-        return plain(loss, logprobs, batch)
-
-    return around(PolicyLoss, "__call__", call)
+    dist.all_reduce(logprobs.detach().clone(), group=parallel_state.get_tensor_model_parallel_group())
+    return plain(loss, logprobs, batch)
 
 
-def routes_counted_in_passes():
+@fault(ModelRouters, "count_ahead")
+def routes_counted_in_passes(plain, routers, batches):
     """Tokens of experts are not counted before a pass."""
-    return around(ModelRouters, "count_ahead", lambda plain, routers, batches: [{}] * len(batches))
+    return [{}] * len(batches)
 
 
-def refused_scales():
-    def prepare(plain, *args):
-        weight = plain(*args)
-        data, scale = weight.fprop
-        return weight._replace(fprop=(data, scale[:-1]))
-
-    return around(DeepGemmBackend, "prepare", prepare)
+@fault(DeepGemmBackend, "prepare")
+def refused_scales(plain, *args):
+    weight = plain(*args)
+    data, scale = weight.fprop
+    return weight._replace(fprop=(data, scale[:-1]))
 
 
-def module_without_a_share():
+@fault(MLP, "sharded_state_dict")
+def module_without_a_share(plain, mlp, *args, **options):
     """A module of the MLP has no `sharded_state_dict`, which Megatron calls for a checkpoint."""
-
-    def share(plain, mlp, *args, **options):
-        mlp.activation_func = torch.nn.Identity()
-        return plain(mlp, *args, **options)
-
-    return around(MLP, "sharded_state_dict", share)
+    mlp.activation_func = torch.nn.Identity()
+    return plain(mlp, *args, **options)
 
 
-def part_at_another_place():
+@fault(RowParallelLinear, "sharded_state_dict")
+def part_at_another_place(plain, *args, **options):
     """The first rank's columns of a weight are saved at the place of the second rank's."""
-
-    def share(plain, *args, **options):
-        parts = plain(*args, **options)
-        for part in (part for part in parts.values() if isinstance(part, ShardedTensor)):
-            offset = (*part.global_offset[:-1], part.local_shape[-1] - part.global_offset[-1])
-            object.__setattr__(part, "global_offset", offset)
-        return parts
-
-    return around(RowParallelLinear, "sharded_state_dict", share)
+    parts = plain(*args, **options)
+    for part in (part for part in parts.values() if isinstance(part, ShardedTensor)):
+        offset = (*part.global_offset[:-1], part.local_shape[-1] - part.global_offset[-1])
+        object.__setattr__(part, "global_offset", offset)
+    return parts

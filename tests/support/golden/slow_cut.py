@@ -100,43 +100,40 @@ def cases(draw, *families):
     return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))
 
 
-def checkpoint(model, seed=0):
-    """Return random arrays of every tensor of the checkpoint: FP8 weights as bytes and scales on the checkpoint's own grid, the rest as
-    raw values."""
-    random = np.random.default_rng(seed)
+def checkpoint(model, format=FP8):
+    """Return random arrays of every tensor of the checkpoint: quantized weights as bytes and scales on the checkpoint's own grid, all
+    different, the rest as raw values."""
+    random = np.random.default_rng(0)
     arrays = {}
     for tensor in model.tensors().values():
+        kind = np.uint8 if tensor.role in ROLES else np.uint32 if tensor.role in FP32_ROLES else np.uint16
+        arrays[tensor.name] = random.integers(0, 256 if kind == np.uint8 else 2**16, (tensor.rows, tensor.cols), dtype=kind)
         if tensor.role in ROLES:
-            arrays[tensor.name] = random.integers(0, 256, (tensor.rows, tensor.cols), dtype=np.uint8)
-            grid = (-(-tensor.rows // BLOCK), -(-tensor.cols // BLOCK))
-            arrays[FP8.scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
-        else:
-            kind = np.uint32 if tensor.role in FP32_ROLES else np.uint16
-            arrays[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=kind)
+            grid = format.scale_grid(tensor.rows, tensor.cols)
+            arrays[format.scale_name(tensor.name)] = 1 + random.permutation(math.prod(grid)).reshape(grid).astype(np.float32)
     return arrays
 
 
-def cut(shards, source):
+def cut(shards, source, format=FP8):
     """Return the arrays of some shards. A scale is first spread over the elements of its block and cut with them, so that a shard whose
     blocks do not coincide with the checkpoint's is noticed."""
     arrays = {}
     for shard in shards:
-        arrays[shard.name] = _laid(shard, source)
+        arrays[shard.name] = lay(shard, source)
         if shard.role in ROLES:
-            spread = {region.tensor.name: _spread(source[FP8.scale_name(region.tensor.name)]) for region in shard.regions}
-            elements = _laid(shard, spread)
-            scales = elements[::BLOCK, ::BLOCK]
-            assert np.array_equal(_spread(scales)[: shard.rows, : shard.cols], elements), f"{shard.name} cuts a block"
-            arrays[FP8.scale_name(shard.name)] = scales
+            rows, cols = format.block[0], format.block[1] or max(shard.cols, *(region.tensor.cols for region in shard.regions))
+            spread = {r.tensor.name: source[format.scale_name(r.tensor.name)].repeat(rows, 0).repeat(cols, 1) for r in shard.regions}
+            elements = lay(shard, spread)
+            scales = elements[::rows, ::cols]
+            assert np.array_equal(scales.repeat(rows, 0).repeat(cols, 1)[: shard.rows, : shard.cols], elements), (
+                f"{shard.name} cuts a block"
+            )
+            arrays[format.scale_name(shard.name)] = scales
     return arrays
 
 
-def _spread(scales):
-    """Repeat each scale for every element of its block."""
-    return scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
-
-
-def _laid(shard, source):
+def lay(shard, source):
+    """Return the array of a shard, cut from those of the checkpoint; padding is zero."""
     result = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
     for region in shard.regions:
         rect = region.tensor_rect
@@ -145,22 +142,8 @@ def _laid(shard, source):
     return result
 
 
-def cut_all(shards, source):
-    return {rank: cut(held, source) for rank, held in shards.items()}
-
-
-def carry_out(transfers, sources, targets):
-    """Run transfers into fresh arrays shaped like `targets`. Return the arrays, and how often each element was written."""
-    filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
-    written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
-    for transfer in transfers:
-        a, b = transfer.source_rect, transfer.target_rect
-        values = sources[transfer.source_rank][transfer.source][a.row : a.row + a.rows, a.col : a.col + a.cols]
-        window = np.s_[b.row : b.row + b.rows, b.col : b.col + b.cols]
-        assert filled[transfer.target_rank][transfer.target][window].shape == values.shape == (b.rows, b.cols), transfer
-        filled[transfer.target_rank][transfer.target][window] = values
-        written[transfer.target_rank][transfer.target][window] += 1
-    return filled, written
+def cut_all(shards, source, format=FP8):
+    return {rank: cut(held, source, format) for rank, held in shards.items()}
 
 
 def assert_same(got, expected):

@@ -83,3 +83,20 @@ def quantize_matrix(weight, scale_format):
             tile = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
             codes[tile], scales[i, j] = quantize(weight[tile], scale_format)
     return codes, scales
+
+
+def multiply(weight, x, dy, scale_format):
+    """Return the float64 operands (left, right) of FProp, DGrad and WGrad: rows of tokens with blocks of the weight `[N, K]`, the same
+    blocks transposed, and runs along the tokens."""
+    codes, scales = quantize_matrix(weight, scale_format)
+    blocks = from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((BLOCK, BLOCK)))[: len(weight), : weight.shape[1]]
+    rows, columns = ([round_trip_rows(np.ascontiguousarray(each), scale_format) for each in pair] for pair in ((x, dy), (x.T, dy.T)))
+    operands = (rows[0], blocks.T), (rows[1], blocks), (columns[1], columns[0].T)
+    return [(left.astype(np.float64), right.astype(np.float64)) for left, right in operands]
+
+
+def assert_product(got, left, right):
+    """Check that `got` is `left @ right` up to the rounding of FP32 sums, which is far below one FP8 step of any term."""
+    assert got.shape == (len(left), right.shape[1])
+    error = np.abs(got.double().numpy() - left @ right)
+    assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"largest error {error.max()}"

@@ -11,7 +11,6 @@ from statistics import fmean, pstdev, stdev, variance
 
 import pytest
 import torch
-from support.micro_batches import iter_target_positions
 
 from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
@@ -192,7 +191,7 @@ def run(
     for batch in make_micro_batches(sequences, most):
         batch = in_float64(batch, sequences)
         values = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
-        for index, places in iter_target_positions(batch, sequences):
+        for index, places in batch.split_by_sample(torch.arange(batch.mask.shape[1])[None], sequences):
             values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
         values.requires_grad_()
         loss, sums = PolicyLoss(config)(values, batch)
@@ -208,7 +207,7 @@ def run(
 def in_float64(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBatch:
     """With the weights as Python floats hold them; the tensors of a batch are float32."""
     exact = torch.zeros(batch.loss_weights.shape, dtype=torch.float64)
-    for index, places in iter_target_positions(batch, sequences):
+    for index, places in batch.split_by_sample(torch.arange(batch.mask.shape[1])[None], sequences):
         exact[0, places] = sequences[index].loss_weight
     torch.testing.assert_close(batch.loss_weights.double(), exact, rtol=1e-7, atol=0)
     return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in FLOATS} | {"loss_weights": exact})

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.micro_batches import iter_target_positions
 from support.samples import assert_equal_samples, make_samples
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
@@ -66,7 +65,7 @@ def test_a_shifted_row_looks_ahead_within_each_sequence(samples, most, by):
 def test_the_mask_selects_response_tokens_and_their_values(samples, most):
     for batch in make_micro_batches(samples, most):
         known = torch.zeros_like(batch.mask)
-        for index, places in iter_target_positions(batch, samples):
+        for index, places in batch.split_by_sample(torch.arange(batch.mask.shape[1])[None], samples):
             known[0, places] = index + 1
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(samples):

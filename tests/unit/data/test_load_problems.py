@@ -1,6 +1,5 @@
 """load_problems: held-out problems, dropped problems, an order that resumes exactly, and custom sources."""
 
-import functools
 import json
 import logging
 import re
@@ -10,11 +9,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support import data as support
 from support.processes import call_in_fresh_process
 
+from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data import check_data, load_held_out
+from megatron_rl.data import check_data, load_held_out, load_problems
 from megatron_rl.data.loading import normalize_question
 from megatron_rl.data.own_source import load_generator
 from megatron_rl.errors import UserError
@@ -24,7 +23,19 @@ REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 HUB_CARD = (
     "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n---\n"
 )
-load = functools.partial(support.load, train=SUMS, eval=SUMS)
+
+
+def count_bytes(prompts, add_special_tokens):
+    """Tokenize without a library."""
+    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+
+
+def make_config(**data):
+    return Config(model=ModelConfig(path=Path("m")), data=DataConfig.model_validate({"train": SUMS, "eval": SUMS, **data}))
+
+
+def load(**data):
+    return load_problems(make_config(**data), count_bytes)
 
 
 @pytest.fixture
@@ -33,8 +44,8 @@ def jsonl(write):
 
 
 def test_held_out_problems_are_read_without_training_data():
-    config = support.make_config(train="gone.jsonl", eval=SUMS, eval_size=7)
-    assert load_held_out(config, support.count_bytes) == load(eval_size=7)[1]
+    config = make_config(train="gone.jsonl", eval=SUMS, eval_size=7)
+    assert load_held_out(config, count_bytes) == load(eval_size=7)[1]
 
 
 def test_training_problems_are_dropped_if_any_row_of_the_eval_file_has_them(jsonl, caplog):
@@ -214,7 +225,7 @@ def own_module(tmp_path, monkeypatch):
 
 def test_a_generator_gives_short_problems_that_are_not_held_out():
     held_out = [{"source": "own_sources:Doubles", "settings": {"largest": 3}, "name": "small"}]
-    stream, problems = support.load(train="own_sources:Doubles", eval=held_out, settings={"largest": 50}, eval_size=4, max_prompt_tokens=4)
+    stream, problems = load(train="own_sources:Doubles", eval=held_out, settings={"largest": 50}, eval_size=4, max_prompt_tokens=4)
     assert [(problem.prompt, problem.source) for problem in problems] == [(f"2*{number}?", "small") for number in (3, 4, 5, 6)]
     drawn = stream.next_batch(50)
     assert {problem.prompt for problem in drawn} == {f"2*{number}?" for number in (0, 1, 2, 7, 8, 9)}
@@ -222,15 +233,15 @@ def test_a_generator_gives_short_problems_that_are_not_held_out():
 
 
 def test_a_run_cannot_be_resumed_with_other_settings_or_seed():
-    state = support.load(train="own_sources:Doubles", settings={"largest": 9})[0].state_dict()
-    support.load(train="own_sources:Doubles", settings={"largest": 9})[0].load_state_dict(state)
+    state = load(train="own_sources:Doubles", eval="", settings={"largest": 9})[0].state_dict()
+    load(train="own_sources:Doubles", eval="", settings={"largest": 9})[0].load_state_dict(state)
     for other in ({"settings": {"largest": 8}}, {"settings": {"largest": 9}, "seed": 1}):
         with pytest.raises(UserError, match="other problems or in another order"):
-            support.load(train="own_sources:Doubles", **other)[0].load_state_dict(state)
+            load(train="own_sources:Doubles", eval="", **other)[0].load_state_dict(state)
 
 
 def test_rows_of_a_function_are_read_like_those_of_a_file():
-    stream, held_out = support.load(
+    stream, held_out = load(
         train=[{"source": "own_sources:rows", "settings": {"count": 5}, "name": "five"}],
         eval=[{"source": "own_sources:rows", "settings": {"count": 2}, "name": "two"}],
         format="gsm8k",

@@ -5,9 +5,8 @@ from types import ModuleType
 
 import torch
 from support.fp8_reference import run_sums
-from support.kernel_tests import in_interpreter
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
 from support.processes import call_in_fresh_process
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from parallel.digest import Hash
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.geometries import filled_rows, plan_case, published_model, small_model, source_shards, target_shards
+from support.geometries import plan_case, published_model, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, as_bf16, as_fp8, as_int8, cases
 
@@ -20,7 +20,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel import model_geometry
 from parallel.families import FAMILIES
-from parallel.formats import BLOCK, FP8, INT8
+from parallel.formats import BLOCK, FP8, INT8, TensorFormat
 from parallel.layer_weights import pre_norm_layer
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
@@ -29,28 +29,44 @@ from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors,
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, Weight, stack_regions, take_all, take_rows
 
-Shards = dict[int, list[Shard]]
+
+def is_padding(shard: Shard) -> np.ndarray:
+    """Return bool [rows, cols]: True for elements that belong to no region."""
+    return ~slow_cut.lay(shard, {tensor.name: np.ones((tensor.rows, tensor.cols), bool) for tensor, *_ in shard.regions})
 
 
-def assert_written_once(shards: list[Shard], written: Arrays) -> None:
-    """Check that every element of a region was written once, and padding, which only vocabularies have, never."""
+def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
     by_name = {shard.name: shard for shard in shards}
     for name, times in written.items():
-        wanted = np.ones(times.shape, int)
-        if name in by_name:
-            wanted[:] = 0
-            for row, col, rect in ((each.shard_row, each.shard_col, each.tensor_rect) for each in by_name[name].regions):
-                wanted[row : row + rect.rows, col : col + rect.cols] = 1
-        assert (times == wanted).all(), name
-        assert wanted.all() or by_name[name].role in ("embedding", "lm_head")
+        padding = is_padding(by_name[name]) if name in by_name else np.zeros(times.shape, bool)
+        assert (times == ~padding).all(), name
+        assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
 
 
-def carry_out(plan: list[Transfer], sources: Shards, targets: Shards, source: Arrays) -> dict[int, Arrays]:
-    """Carry out a plan from shards of the checkpoint `source`, check the result, and return how often each element was written."""
-    expected = slow_cut.cut_all(targets, source)
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(sources, source), expected)
+def carry_out(transfers, sources, targets):
+    """Run transfers into fresh arrays shaped like `targets`. Return the arrays, and how often each element was written."""
+    filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    for transfer in transfers:
+        a, b = transfer.source_rect, transfer.target_rect
+        values = sources[transfer.source_rank][transfer.source][a.row : a.row + a.rows, a.col : a.col + a.cols]
+        window = np.s_[b.row : b.row + b.rows, b.col : b.col + b.cols]
+        assert filled[transfer.target_rank][transfer.target][window].shape == values.shape == (b.rows, b.cols), transfer
+        filled[transfer.target_rank][transfer.target][window] = values
+        written[transfer.target_rank][transfer.target][window] += 1
+    return filled, written
+
+
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays, format: TensorFormat = FP8) -> None:
+    """Check that the plan gives every target the arrays of a direct cut, and writes each element once. Padding is never written."""
+    format_of = as_fp8 if format is FP8 else as_int8
+    expected = slow_cut.cut_all(targets, source, format)
+    plan = add_scale_transfers(reshard(sources, targets, format_of))
+    filled, written = carry_out(plan, slow_cut.cut_all(sources, source, format), expected)
     slow_cut.assert_same(filled, expected)
-    return written
+    for rank, shards in targets.items():
+        assert written[rank].keys() == list_stored_tensors(shards, format_of).keys()
+        assert_written_once(shards, written[rank])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,10 +76,7 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
     """FP8 moves as whole blocks with one scale each. Without FP8 roles every element moves unchanged."""
     case = data.draw(cases(family))
     plan, targets = plan_case(case), target_shards(case)
-    written = carry_out(plan, source_shards(case), targets, slow_cut.checkpoint(case.model))
-    for rank, shards in targets.items():
-        assert written[rank].keys() == list_stored_tensors(shards, as_fp8).keys()
-        assert_written_once(shards, written[rank])
+    assert_carried(source_shards(case), targets, slow_cut.checkpoint(case.model))
     data, scales = ([transfer for transfer in plan if transfer.format.name == name] for name in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
     for weight, scale in zip(data, scales, strict=True):
@@ -83,13 +96,21 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
 @given(data=st.data())
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
     case = data.draw(cases(family))
-    source, trainer, whole = slow_cut.checkpoint(case.model), source_shards(case), {0: case.model.build_checkpoint_shards()}
+    source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
     slow_cut.assert_same(slow_cut.cut_all(whole, source), {0: source})
-    engines = {**target_shards(case), 100: whole[0]}  # several ranks hold the same kv heads, and rectangles of both sides overlap partially
-    for sources, targets in ((trainer, whole), (engines, whole), (whole, trainer)):
-        written = carry_out(add_scale_transfers(reshard(sources, targets, as_fp8)), sources, targets, source)
-        for rank, shards in targets.items():
-            assert_written_once(shards, written[rank])
+    assert_carried(source_shards(case), whole, source)
+    assert_carried({**target_shards(case), 100: whole[0]}, whole, source)  # kv heads of several ranks; overlapping sources
+    assert_carried(whole, source_shards(case), source)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_scales_of_output_channels_go_to_the_engine_and_an_export(family, data):
+    case = data.draw(cases(family))
+    sources, source = build_trainer_shards(case.model, case.train), slow_cut.checkpoint(case.model, INT8)
+    for targets in (target_shards(case), {0: case.model.build_checkpoint_shards()}):
+        assert_carried(sources, targets, source, INT8)
 
 
 def list_stacked_layer(model: ModelGeometry, layer: int) -> list[Weight]:
@@ -106,8 +127,9 @@ def list_rows(ranks: dict[int, list[Shard]], first: dict[str, int]) -> dict[tupl
     for rank, shard in ((rank, shard) for rank, shards in ranks.items() for shard in shards):
         for tensor, rect, *_ in shard.regions:
             name, part = re.sub(r"\b[qkv](?=_proj)", "qkv", tensor.name), tensor.name.split(".")[-2].removesuffix("_proj")
-            start = first.get(part, 0) + rect.row
-            rows.setdefault((rank, shard.name), []).extend((name, row) for row in range(start, start + rect.rows))
+            rows.setdefault((rank, shard.name), []).extend(
+                (name, first.get(part, 0) + row) for row in range(rect.row, rect.row + rect.rows)
+            )
     return rows
 
 
@@ -122,8 +144,8 @@ def test_the_checkpoint_may_store_qkv_as_one_tensor(tp, widths, monkeypatch):
     q, kv = apart.heads * apart.head_dim, apart.kv_heads * apart.head_dim
     for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
         assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
-    sources, targets = source_shards(case), target_shards(case) | {100: case.model.build_checkpoint_shards()}
-    carry_out(add_scale_transfers(reshard(sources, targets, as_fp8)), sources, targets, slow_cut.checkpoint(case.model))
+    targets = {**target_shards(case), 100: case.model.build_checkpoint_shards()}
+    assert_carried(source_shards(case), targets, slow_cut.checkpoint(case.model))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -140,11 +162,7 @@ def test_quantizing_the_trainers_shards_gives_the_checkpoints_blocks(tp, scale_f
         quantized = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), format_of=as_fp8)}
         for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
             if shard.role in ROLES:
-                master = np.empty((shard.rows, shard.cols), np.float32)
-                for region in shard.regions:
-                    a = region.tensor_rect
-                    values = weights[region.tensor.name][a.row : a.row + a.rows, a.col : a.col + a.cols]
-                    master[region.shard_row : region.shard_row + a.rows, region.shard_col : region.shard_col + a.cols] = values
+                master = slow_cut.lay(shard, weights)
                 order = compute_row_order(shard, FP8)
                 assert (order is not None) == (bool(widths) and "linear_qkv" in shard.name)
                 master = master if order is None else master[order]
@@ -199,6 +217,14 @@ def test_replicas_share_the_load_and_replicated_kv_heads_are_sent_to_every_rank_
     assert [copy.source_rank for copy in copies] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_embedding_is_sent_once(pp):
+    plan = reshard(*(of(Case(small_model(tied=True), Layout(pp=pp), 1)) for of in (source_shards, target_shards)), as_fp8)
+    embedding = [copy for copy in plan if copy.tensor == "model.embed_tokens.weight"]
+    assert [(copy.target, copy.target_rect) for copy in embedding] == [("model.embed_tokens.weight", Rect(0, 0, 300, 256))]
+    assert not any(copy.target == "lm_head.weight" for copy in plan)
+
+
 MLP_ROWS = "mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
 
 
@@ -233,7 +259,7 @@ def test_heads_of_64_in_their_own_order_are_refused_in_fp8_and_so_is_a_region_wi
 def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     """With hidden = 200 the last block of every row is partial in trainer, engine and checkpoint."""
     case = Case(small_model(hidden=200), Layout(tp=2), 4)
-    carry_out(plan_case(case), source_shards(case), target_shards(case), slow_cut.checkpoint(case.model))
+    assert_carried(source_shards(case), target_shards(case), slow_cut.checkpoint(case.model))
 
 
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
@@ -255,57 +281,6 @@ def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     assert len(sent) == 128 and max(sent.values()) < 1.02 * min(sent.values())
 
 
-def checkpoint(geometry: ModelGeometry) -> Arrays:
-    """Return random bytes of every tensor. Every row of a quantized tensor has a different scale."""
-    arrays = slow_cut.checkpoint(geometry)
-    for tensor in geometry.tensors().values():
-        if tensor.role in ROLES:
-            del arrays[FP8.scale_name(tensor.name)]
-            arrays[INT8.scale_name(tensor.name)] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
-    return arrays
-
-
-def cut(shards: list[Shard], source: Arrays) -> Arrays:
-    """Return a rank's tensors, cut directly: data by rectangles, scales by rows."""
-    arrays: Arrays = {}
-    for shard in shards:
-        arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
-        scales = np.zeros((shard.rows, 1), np.float32)
-        for region in shard.regions:
-            row, col, rows, cols = region.tensor_rect
-            shard_rows = slice(region.shard_row, region.shard_row + rows)
-            values = source[region.tensor.name][row : row + rows, col : col + cols]
-            arrays[shard.name][shard_rows, region.shard_col : region.shard_col + cols] = values
-            if shard.role in ROLES:
-                scales[shard_rows] = source[INT8.scale_name(region.tensor.name)][row : row + rows]
-        if shard.role in ROLES:
-            arrays[INT8.scale_name(shard.name)] = scales
-    return arrays
-
-
-def assert_carried(sources: Shards, targets: Shards, source: Arrays) -> None:
-    expected, given = ({rank: cut(shards, source) for rank, shards in side.items()} for side in (targets, sources))
-    filled, written = slow_cut.carry_out(add_scale_transfers(reshard(sources, targets, as_int8)), given, expected)
-    slow_cut.assert_same(filled, expected)
-    for rank, arrays in written.items():
-        assert all((times <= 1).all() for times in arrays.values())  # padding is never written
-        assert arrays.keys() == list_stored_tensors(targets[rank], as_int8).keys()
-        for shard in targets[rank]:
-            assert (arrays[shard.name][: filled_rows(shard)] == 1).all(), shard.name
-            assert shard.role not in ROLES or (arrays[INT8.scale_name(shard.name)] == 1).all(), shard.name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=4)
-@given(data=st.data())
-def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, data):
-    case = data.draw(cases(family))
-    sources = build_trainer_shards(case.model, case.train)
-    targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
-    assert_carried(sources, targets, checkpoint(case.model))
-    assert_carried(sources, {0: case.model.build_checkpoint_shards()}, checkpoint(case.model))
-
-
 @pytest.mark.parametrize(
     "geometry, train, rollout",
     [(small_model(ffn=200), Layout(tp=2), 4), (small_model(head_dim=40, hidden=104), Layout(tp=4), 1), (small_model(ffn=24), Layout(), 8)],
@@ -313,21 +288,36 @@ def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, 
 def test_any_boundary_is_allowed(geometry, train, rollout):
     """FP8 would refuse these boundaries, which cut 128x128 blocks."""
     case = Case(geometry, train, rollout)
-    assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+    source = slow_cut.checkpoint(geometry, INT8)
+    assert_carried(build_trainer_shards(geometry, train), target_shards(case), source, INT8)
 
 
-def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row_and_experts_are_stacked():
-    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2)."""
+def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(small_model(), Layout(tp=2), (2, 1), contract, 1 << 20)
     rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
-    for parts in (plan.transfers, plan.chunks):
-        assert sum(part.nbytes for part in parts) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(transfer.nbytes for transfer in plan.transfers) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(chunk.nbytes for chunk in plan.chunks) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+
+
+def test_experts_fill_sglangs_stacked_tensors_with_scales_per_output_channel():
+    """Each engine rank holds two of four experts, each trainer rank half of every expert (etp = 2). w13 [2, 256, 256] stacks gate and up;
+    the columns of w2 [2, 256, 128] come from two sources, its scales from one."""
     geometry = small_model(family="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
-    experts = {shard.name.rpartition(".")[2]: shard for shard in plan.targets[1] if "layers.0.mlp.experts." in shard.name}
-    shapes = {name: (shard.shape, shard.scale_shape(INT8)) for name, shard in experts.items()}
-    assert shapes == {"w13_weight": ((2, 256, 256), (2, 256, 1)), "w2_weight": ((2, 256, 128), (2, 256, 1))}
-    columns = {(move.target_rect.col, move.target_rect.cols) for move in plan.transfers if move.target == experts["w2_weight"].name}
-    assert columns == {(0, 64), (64, 64)}, "two trainer ranks send half of the columns each"
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {shard.name: (shard.shape, shard.scale_shape(INT8)) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
+    moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
+    fc1, fc2 = (
+        f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2)
+    )  # the second expert of this engine rank
+
+    def rects(source: str, target: str) -> set[Rect]:
+        return {move.target_rect for move in moves if (move.source, move.target) == (source, prefix + target)}
+
+    assert rects(fc1 + "_scale", "w13_weight_scale") == {Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)}
+    assert rects(fc2, "w2_weight") == {Rect(256, 0, 256, 64), Rect(256, 64, 256, 64)}
+    assert rects(fc2 + "_scale", "w2_weight_scale") == {Rect(256, 0, 256, 1)}

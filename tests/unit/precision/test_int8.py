@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fp8_reference import uneven_matrix
 
 from megatron_rl.precision.int8 import int8_matmul, quantize_int8_weight, row_maxima
 
@@ -25,15 +26,9 @@ def slow(matrix: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows), np.array(scales, F)
 
 
-def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:
-    """Return random values whose rows have magnitudes from 2^-20 to 2^20."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, cols, generator=generator) * torch.exp2(torch.randint(-20, 21, (rows, 1), generator=generator))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_quantized_as_sglangs_kernel_quantizes_rows(dtype):
-    weight = uneven(40, 300, 1).to(dtype)
+    weight = uneven_matrix(40, 300, 1).to(dtype)
     codes, scales = slow(weight)
     quantized = quantize_int8_weight(weight)
     assert (quantized.data.dtype, quantized.data.shape) == (torch.int8, (40, 300))
@@ -43,7 +38,7 @@ def test_a_weight_is_quantized_as_sglangs_kernel_quantizes_rows(dtype):
 
 
 def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole():
-    weight = uneven(16, 96, 2)
+    weight = uneven_matrix(16, 96, 2)
     whole, amax = quantize_int8_weight(weight), row_maxima(weight)
     for part in (slice(0, 32), slice(32, 96)):
         quantized = quantize_int8_weight(weight[:, part], amax)
@@ -52,7 +47,7 @@ def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole(
 
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([1, 100, 1023, 1024, 1025, 3000]), st.integers(0, 1000))
 def test_the_product_is_integer_sums_scaled_once(tokens, rows, cols, seed):
-    x, weight = uneven(tokens, cols, seed), quantize_int8_weight(uneven(rows, cols, seed + 1))
+    x, weight = uneven_matrix(tokens, cols, seed), quantize_int8_weight(uneven_matrix(rows, cols, seed + 1))
     codes, scales = slow(x)
     exact = codes.astype(np.int64) @ weight.data.numpy().astype(np.int64).T
     expected = exact.astype(F) * (scales * weight.scale.numpy().T)

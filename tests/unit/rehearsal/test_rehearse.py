@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support import driver_bound
 from support.shipped import run_module
 
 from megatron_rl.config import Config
@@ -34,10 +33,18 @@ PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """The first rank's report by case, with packages installed that need a driver."""
-    path = driver_bound.install(tmp_path_factory.mktemp("packages"))
-    found = run_module("support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES, path=path)
+def driver_bound(tmp_path_factory):
+    """A path with fake GPU packages whose import loads the CUDA driver, and so raises OSError on a machine without one."""
+    folder = tmp_path_factory.mktemp("packages")
+    for name in ("flashinfer", "flash_mla", "sgl_kernel", "deep_gemm", "transformer_engine"):
+        (folder / f"{name}.py").write_text('import ctypes\n\nctypes.CDLL("no-driver/libcuda.so.1")\n')
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory, driver_bound):
+    """The first rank's report by case."""
+    found = run_module("support.rehearsals", str(tmp_path_factory.mktemp("rehearsal")), *CASES, path=driver_bound)
     return {case: ranks[0] for case, ranks in json.loads(found.splitlines()[-1]).items()}
 
 
@@ -113,8 +120,8 @@ def few_layers(model: str, folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.long
-def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", driver_bound.install(tmp_path_factory.mktemp("packages")))
+def test_experts_on_hopper_hold_what_a_sync_fills(tmp_path, driver_bound, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", driver_bound)
     overrides = [f"--model.path={few_layers('Qwen3-30B-A3B', tmp_path)}", "--train.layout.last_stage_layers=0"]
     config = load_config(CONFIGS / "qwen3_30b_a3b.toml", overrides)
     reports = rehearse(config)

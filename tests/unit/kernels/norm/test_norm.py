@@ -3,8 +3,7 @@
 import pytest
 import torch
 from support.fp8_reference import same_bits, uneven
-from support.kernel_tests import in_interpreter
-from support.triton_kernels import needs_triton
+from support.kernel_tests import in_interpreter, needs_triton
 
 from megatron_rl.kernels.norm.reference import differentiate_norm, normalize_reference
 

@@ -5,22 +5,27 @@ import re
 
 import pytest
 import torch
-from support.fp8_reference import check_into, check_kernel, uneven
-from support.kernel_tests import in_interpreter
+from support.fp8_reference import check_kernel, engine_layouts, same_bits, uneven
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
 from support.processes import call_in_fresh_process
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.precision.fp8 import quantize_1x128
 
 pytestmark = needs_triton
 
 
 @in_interpreter
 def test_bytes_and_scales_are_the_references():
+    from megatron_rl.kernels.quantize.triton import quantize_into
+
     shapes = (128, 128), (130, 256), (3, 128), (256, 384)
     for scale_format, dtype, (tokens, width) in itertools.product(("pow2", "fp32"), (torch.float32, torch.bfloat16), shapes):
-        check_kernel(uneven(tokens, width, dtype), scale_format)
-        check_into(uneven(tokens, width, dtype), scale_format)
+        x = uneven(tokens, width, dtype)
+        check_kernel(x, scale_format)
+        for layout in engine_layouts(x):
+            quantize_into(x, *layout, scale_format)
+            assert same_bits(layout, quantize_1x128(x, scale_format))
     for scale_format in ("pow2", "fp32"):
         check_kernel(torch.zeros(130, 128), scale_format)
         check_kernel(uneven(640, 128, torch.bfloat16), scale_format, groups=[128, 0, 384, 128])

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from support.kernel_tests import in_interpreter
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
 from support.processes import call_in_fresh_process
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
 

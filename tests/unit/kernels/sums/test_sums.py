@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kernel_tests import in_interpreter, random
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton, random
 from support.processes import call_in_fresh_process
 from support.tree_sums import check_kernel
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
-from support.kernel_tests import in_interpreter, random
+from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton, random
 from support.processes import call_in_fresh_process
-from support.triton_kernels import compile_for_hopper, needs_triton
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu.reference import differentiate_reference, multiply_reference, swiglu
@@ -17,6 +16,10 @@ from megatron_rl.kernels.swiglu.reference import differentiate_reference, multip
 def by_torch(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (3 * random(*shape, seed=0)).to(dtype)
 
 
 def test_swiglu_is_rounded_once_saves_only_its_input_and_has_the_gradients_of_autograd():

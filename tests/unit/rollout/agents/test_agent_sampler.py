@@ -36,7 +36,7 @@ def find_processes_in(session: set[int]) -> set[int]:
     found = set()
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError):  # it has just ended
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getsid(process.pid) in session:
+            if os.getsid(process.pid) in session and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.add(process.pid)
     return found
 

@@ -3,8 +3,8 @@
 import ast
 import functools
 import inspect
-import subprocess
-import sys
+import itertools
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import fake_gpu_libraries as fake_kernels
-from support.fp8_reference import engine_layouts, uneven
-from support.processes import ROOT, one_thread_environment
+from support.fp8_reference import uneven
+from support.processes import call_in_fresh_process
 
 from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant, registry
+from rollout_sglang.platform import stub_modules
 
 SGLANG = Path(find_spec("sglang").origin).parent
 LINEARS, EXPERTS = "srt/layers/quantization/fp8_utils.py", "kernels/ops/moe/fused_moe_triton_kernels.py"
@@ -34,8 +35,11 @@ def scale_format(request, monkeypatch):
     gpu_activation_quant.get_scale_format.cache_clear()
 
 
-def assert_quantized(data, scale, x, scale_format):
+def assert_quantized(x, data, scale, scale_format, padded=False):
     wanted, scales = quantize_1x128(x, scale_format)
+    if padded:
+        assert not data[len(x) :].view(torch.uint8).any() and not scale[len(x) :].any()
+        data, scale = data[: len(x)], scale[: len(x)]
     assert torch.equal(data.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, scales)
 
 
@@ -89,20 +93,6 @@ def test_the_installed_kernels_have_the_formulas_of_the_named_references():
     assert '"--use_fast_math"' in (SGLANG / KERNELS / "per_token_group_quant.py").read_text()
     triton = (SGLANG / KERNELS / "fp8_kernel.py").read_text()
     assert "y_s = _absmax / bit8_max\n    y_s_inv = 1.0 / y_s" in triton
-
-
-def test_every_layout_holds_the_references_bytes(scale_format):
-    for tokens, width in ((5, 384), (130, 128)):
-        x = uneven(tokens, width, torch.bfloat16)
-        for data, scale in engine_layouts(x):
-            options = {"scale_ue8m0": False, "fuse_silu_and_mul": False, "masked_m": None}
-            gpu_activation_quant.run_group_quantizer(x, data, scale, 128, 1e-10, -448.0, 448.0, **options)
-            assert_quantized(data, scale, x, scale_format)
-        assert_quantized(*gpu_activation_quant.quantize_groups(x), x, scale_format)
-        data, scale = gpu_activation_quant.quantize_groups(x, column_major_scales=True)
-        assert_quantized(data, scale, x, scale_format)
-        assert scale.stride() == (1, -(-tokens // 4) * 4)
-    assert_quantized(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
 
 
 def test_quantization_outside_the_contract_is_refused(scale_format):
@@ -179,9 +169,119 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or packed)
 
 
+SIZES = ((5, 384), (130, 256), (3, 128), (1, 512))
+
+
+def check_quantizers(kernels, groups, scale_format):
+    """Check SGLang's entry points to its quantizer in every requested layout."""
+    layouts = [{}, {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}]
+    layouts += [{"scale_ue8m0": True}] if scale_format == "pow2" else []
+    for tokens, width in SIZES:
+        x = uneven(tokens, width, torch.bfloat16)
+        for options in layouts:
+            data, scale = kernels.sglang_per_token_group_quant_fp8(x, 128, **options)
+            assert_quantized(x, data, scale, scale_format)
+            assert options == {} or scale.stride(0) == (1 if options.get("column_major_scales") else width // 128)
+        assert_quantized(x, *kernels.sglang_per_token_group_quant_fp8_row_padded(x, 128), scale_format, padded=True)
+        assert_quantized(x, *groups.per_token_group_quant(x, sorted_token_ids=torch.zeros(tokens), num_valid_tokens=1), scale_format)
+        assert groups.per_token_group_quant(x, column_major_scales=True)[1].stride() == (1, -(-tokens // 4) * 4)
+        if width == 128:
+            assert_quantized(x, *kernels.sglang_per_token_quant_fp8(x), scale_format)
+        assert kernels.sglang_per_token_group_quant_fp8(x[:0], 128)[0].shape == (0, width)
+
+
+def check_dense(linears, kernels):
+    """Check the functions that `activations.read_linear_scale_format` accepts. The last two fall back to Triton's for unsuitable shapes."""
+    operands = []
+
+    def product(x, weight, scale, *_, **__):
+        operands.append((x, scale))
+        return torch.zeros(len(x), max(weight.shape), dtype=torch.bfloat16)
+
+    linears.per_token_group_quant_fp8 = kernels.sglang_per_token_group_quant_fp8  # as SGLang binds it where it sees CUDA
+    linears.w8a8_block_fp8_matmul_triton = linears.w8a8_block_fp8_matmul_deepgemm = product
+    linears.fp8_blockwise_scaled_mm = lambda x, weight, scale, _, out_dtype: product(x, weight, scale)
+    linears.get_platform = lambda: SimpleNamespace(is_sm90=True, is_sm100=False)
+    names, widths = gpu_activation_quant.DENSE_FUNCTIONS, (640, 600)  # 600 suits Triton alone
+    for name, (tokens, width), features in itertools.product(names, SIZES, widths):
+        x, before = uneven(tokens, width, torch.bfloat16), len(operands)
+        weight, scale = torch.zeros(features, width, dtype=torch.float8_e4m3fn), torch.ones(5, width // 128)
+        formats = ({},) if name.startswith("cutlass") else ({}, {"act_scale_ue8m0": True})
+        for told in formats:
+            y = getattr(linears, name)(x, weight, [128, 128], scale, **told)
+            assert y.shape == (tokens, max(features, width))
+        assert len(operands) == before + len(formats)
+        for operand in operands[before:]:
+            assert_quantized(x, *operand, "pow2", padded=True)
+
+
+def check_layout(linears, method):
+    """Check that scales of a dense layer have DeepGEMM's layout, tokens innermost, even if the checkpoint says ue8m0."""
+    kept = []
+
+    def product(x, weight, scale, *_, **__):
+        kept.append(scale)
+        return torch.zeros(len(x), len(weight), dtype=torch.bfloat16)
+
+    linears.w8a8_block_fp8_matmul_deepgemm, linears.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = product, True
+    weight, scale = torch.zeros(640, 384, dtype=torch.float8_e4m3fn), torch.ones(5, 3)
+    for told in (False, True):
+        linear = method.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=told)
+        linear(uneven(5, 384, torch.bfloat16), weight, [128, 128], scale)
+        assert kept[-1].stride() == (1, 8), kept[-1].stride()
+
+
+def check_experts(experts, scale_format):
+    """Check both layers of experts in Triton."""
+    kept = []
+
+    class Kernel:
+        def __getitem__(self, _):
+            return lambda *arguments, **__: kept.append((arguments[0], arguments[6]))
+
+    experts.fused_moe_kernel, experts._is_cuda = Kernel(), True
+    experts.triton = SimpleNamespace(cdiv=lambda size, block: -(-size // block))
+    experts.should_enable_swap_ab = lambda *_: False
+    ids = torch.zeros(16, dtype=torch.int32)
+    for tokens, width in SIZES:
+        x, weight = uneven(tokens, width, torch.bfloat16), torch.zeros(2, 256, width, dtype=torch.float8_e4m3fn)
+        chosen = torch.zeros(tokens, 1, dtype=torch.int32)
+        scale, y = torch.ones(2, 2, width // 128), torch.zeros(tokens, 1, 256, dtype=torch.bfloat16)
+        sizes = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128}
+        places = (chosen.float(), chosen, ids, ids, ids, False, 1, sizes, "bf16", True, False, False, False, False)
+        experts.invoke_fused_moe_kernel(x, weight, None, y, None, scale, None, *places, block_shape=[128, 128])
+        assert_quantized(x, *kept[-1], scale_format)
+    assert len(kept) == len(SIZES)
+
+
+def check_gpu_code():
+    """Run SGLang's own GPU code for block FP8 with the hooks, up to its matrix products.
+
+    The reference quantizer replaces Triton's kernel, and functions that keep their operands replace the products. Hooks change SGLang
+    permanently, so this needs a process of its own.
+    """
+    stub_modules.install()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function, kind in registry.list_gpu_hooks():
+        HookRegistry.register(target, function, HookType[kind])
+    HookRegistry.apply_hooks()
+    assert {target for target, _, _ in registry.list_gpu_hooks()} == HookRegistry._patched
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels
+    from sglang.kernels.ops.quantization import fp8_kernel, per_token_group_quant
+    from sglang.srt.layers.quantization import fp8, fp8_utils
+
+    fake_kernels.install(pytest.MonkeyPatch())
+    for scale_format in ("pow2", "fp32"):
+        os.environ[gpu_activation_quant.SCALE_FORMAT_VARIABLE] = scale_format
+        gpu_activation_quant.get_scale_format.cache_clear()
+        check_quantizers(fp8_kernel, per_token_group_quant, scale_format)
+        if scale_format == "pow2":
+            check_dense(fp8_utils, fp8_kernel)
+            check_layout(fp8_utils, fp8)
+        check_experts(fused_moe_triton_kernels, scale_format)
+
+
 def test_sglangs_own_gpu_code_comes_to_the_contracts_quantizer():
-    """Runs SGLang's dense layers and experts up to their products, with the hooks applied as in an engine."""
-    environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    command = [sys.executable, "-m", "support.sglang_quantizers"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """On every path and in every layout, with the hooks applied as in an engine."""
+    call_in_fresh_process(check_gpu_code, OMP_NUM_THREADS="1")

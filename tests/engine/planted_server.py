@@ -1,4 +1,4 @@
-"""The engine's process with faults that keep correct weights from being served: `python -m support.planted_server`.
+"""The engine's process with faults that keep correct weights from being served: `python -m planted_server`.
 
 The file that `FILE_VARIABLE` names holds the name of the current fault; without the file there is none.
 """
@@ -23,7 +23,7 @@ def set_fault(file, name=""):
 def launch_planted(file):
     """Let this process start engines that read `file`."""
     os.environ |= {FILE_VARIABLE: str(file), "PYTHONPATH": os.pathsep.join(sys.path)}
-    launch_args.EngineProcess = partial(EngineProcess, module="support.planted_server")
+    launch_args.EngineProcess = partial(EngineProcess, module="planted_server")
 
 
 def _is_planted(name):
