@@ -3,10 +3,10 @@
 import re
 from dataclasses import replace
 
+import critics
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import critics
 from support.families import parse_layout
 from support.models import FP8, FP32, random_sequences
 from support.transformers_reference import load

@@ -3,9 +3,10 @@ recomputed activations."""
 
 import shutil
 
+import critics
 import pytest
 import torch
-from support import critics, fp8_checkpoints, trainer
+from support import fp8_checkpoints, trainer
 from support.models import FP8, FP32, random_sequences
 from support.samples import assert_same, with_random_routing
 

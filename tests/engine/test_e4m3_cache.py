@@ -2,9 +2,10 @@
 
 import re
 
+import engine_checks
 import pytest
 import torch
-from support import engine_checks, trainer_engine
+from support import trainer_engine
 from support.models import FP8, TENSORS, random_sequences
 
 pytestmark = pytest.mark.long

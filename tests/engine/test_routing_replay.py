@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import engine_checks
 import numpy as np
 import pytest
 import torch
-from support import engine_checks, trainer_engine
+from support import trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
 from support.trainer import Trainer

@@ -3,9 +3,10 @@
 import json
 from string import ascii_lowercase
 
+import engine_checks
 import pytest
 import torch
-from support import engine_checks, trainer, trainer_engine, transformers_reference
+from support import trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
 from support.planted_differences import plant_difference
 from support.trainer_engine import current

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import engine_checks
 import httpx
 import psutil
 import pytest
 import torch
-from support import engine_checks, trainer_engine
+from support import trainer_engine
 from support.engine_faults import engine_family
 from support.models import TENSORS, random_sequences
 from support.trainer_engine import MIB, current

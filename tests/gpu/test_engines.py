@@ -24,7 +24,7 @@ from policies import (
     make_model,
     stack_layers,
 )
-from support.timing import run_in_child, time_call
+from timing import run_in_child, time_call
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.algorithm.policy_loss import PolicyLoss

@@ -23,7 +23,7 @@ from policies import (
     sum_negative_logprobs,
     to_actor,
 )
-from support.timing import run_in_child, time_in_turns
+from timing import run_in_child, time_in_turns
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.kernels.linear import requirements

@@ -4,7 +4,7 @@ row-parallel ones, sums by the tree against the library's."""
 import pytest
 import torch
 from policies import ARCHITECTURES
-from support.timing import time_in_turns, time_kernels
+from timing import time_in_turns, time_kernels
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.sums import reference as tree

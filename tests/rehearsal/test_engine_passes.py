@@ -1,6 +1,7 @@
 """An engine's forward passes run without a GPU: kernels accept SGLang's arguments, and planted faults are found."""
 
 import json
+from pathlib import Path
 
 import pytest
 from support.shipped import run_module
@@ -23,7 +24,7 @@ PLANTED = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The first engine rank by case."""
-    found = run_module("support.engine_rehearsals", str(tmp_path_factory.mktemp("engines")), *PLAIN, *PLANTED)
+    found = run_module("engine_rehearsals", str(tmp_path_factory.mktemp("engines")), *PLAIN, *PLANTED, path=str(Path(__file__).parent))
     return json.loads(found.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""launch/slurm with a real SLURM of three nodes on this machine: Debian's packages, unpacked but not installed (support/slurm.py)."""
+"""launch/slurm with a real SLURM of three nodes on this machine: Debian's packages, unpacked but not installed (slurm_cluster.py)."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from slurm_cluster import Cluster, NoSlurmError, unpack_slurm
 from support.processes import ROOT, command_lines, until
-from support.slurm import Cluster, NoSlurmError, unpack_slurm
 from support.train_command import TINY, make_model, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

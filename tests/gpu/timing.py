@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
 import torch
-
 from support.processes import end, family
 
 Case = TypeVar("Case", bound=Hashable)

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.trainer import Trainer, gather, named_masters, own, start
 
 from megatron_rl.algorithm.gae import assign_token_advantages
 from megatron_rl.algorithm.value_loss import ValueLoss
@@ -18,7 +19,6 @@ from megatron_rl.training.graph_check import read_training_graph
 from megatron_rl.training.policies import load_critic
 from parallel.layout import Layout
 from parallel.model_geometry import VALUE_HEAD
-from support.trainer import Trainer, gather, named_masters, own, start
 
 CLIPRANGE = 0.5
 

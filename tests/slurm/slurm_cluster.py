@@ -12,7 +12,6 @@ import socket
 import subprocess
 
 import psutil
-
 from support.processes import alive_after, end, family, free_port, until
 
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")

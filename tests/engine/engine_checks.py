@@ -6,6 +6,9 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
+from support.agents import config
+from support.processes import until
+from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
 
 from examples.arithmetic.tool_agent import CHAT_TEMPLATE
 from megatron_rl.batch.training_sample import TrainingSample
@@ -13,9 +16,6 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.types import Problem, SamplingParams
-from support.agents import config
-from support.processes import until
-from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
 
 
 def release_memory_and_take_it_back(version, prompts):

@@ -1,6 +1,6 @@
 """Rehearses engines of small models, with and without planted faults. Prints a JSON object of case -> rank.
 
-python -m support.engine_rehearsals FOLDER CASE...
+python -m engine_rehearsals FOLDER CASE...
 """
 
 import json
