@@ -20,8 +20,7 @@ def compare(folder, *options):
 
 
 @pytest.mark.parametrize(
-    "family, changes, layers",
-    [("", {}, DENSE), ("qwen3_moe", {}, SPARSE), ("deepseek_v3", {"first_k_dense_replace": 2}, LATENT)],
+    "family, changes, layers", [("", {}, DENSE), ("qwen3_moe", {}, SPARSE), ("deepseek_v3", {"first_k_dense_replace": 2}, LATENT)]
 )
 def test_no_operator_differs_in_bf16(family, changes, layers, tmp_path):
     """Unless both routers compute in FP32, they choose different experts."""

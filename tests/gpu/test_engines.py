@@ -14,16 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from policies import (
-    ACTOR_BYTES,
-    ARCHITECTURES,
-    ENGINE_BYTES,
-    REFERENCE_BYTES,
-    count_layers_that_fit,
-    make_actor,
-    make_model,
-    stack_layers,
-)
+from policies import ACTOR_BYTES, ARCHITECTURES, ENGINE_BYTES, REFERENCE_BYTES, count_layers_that_fit, make_actor, make_model, stack_layers
 from timing import run_in_child, time_call
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer

@@ -91,9 +91,6 @@ def test_nearest_layouts_work_keep_the_number_of_ranks_and_may_not_exist():
 
 def test_attention_length():
     """By hand: 2 FLOPs per weight that a token meets (8 of 128 experts), against s (d_qk + d_v) per head and layer."""
-    for name, layers, hidden, kv, mlp in (
-        ("Qwen3-32B", 64, 5120, 1024, 3 * 25600),
-        ("Qwen3-235B-A22B", 94, 4096, 512, 8 * 3 * 1536 + 128),
-    ):
+    for name, layers, hidden, kv, mlp in (("Qwen3-32B", 64, 5120, 1024, 3 * 25600), ("Qwen3-235B-A22B", 94, 4096, 512, 8 * 3 * 1536 + 128)):
         weights = layers * hidden * (8192 + 2 * kv + 8192 + mlp) + hidden * 151936
         assert published_model(name).attention_length == pytest.approx(2 * weights / (layers * 64 * 256), rel=1e-4)
