@@ -19,6 +19,12 @@ def pins(*names: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
+def gpu_pins() -> dict[str, str]:
+    """Return the versions that launch/install_gpu.sh installs."""
+    versions = pins("-common", "-gpu")
+    return versions | {"transformer-engine-torch": versions["transformer-engine"]}
+
+
 def test_the_pins_match_the_requirements_pyproject_the_engine_and_the_back_ends(monkeypatch):
     cpu, gpu = pins("-torch", "-common", ""), pins("-common", "-gpu")
     assert {name: cpu[name] for name in doctor.TESTED} == doctor.TESTED
@@ -81,13 +87,6 @@ def test_jobs_and_pitfalls_follow_the_machine(monkeypatch):
     assert "CUDA kernels" in engine()
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.inspect_pitfalls()]
-
-
-def gpu_pins() -> dict[str, str]:
-    """Return the versions that launch/install_gpu.sh installs."""
-    text = "".join((ROOT / "launch" / f"requirements-{name}.txt").read_text() for name in ("common", "gpu"))
-    versions = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", text, re.MULTILINE))
-    return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 
 def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):

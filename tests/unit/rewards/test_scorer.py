@@ -155,7 +155,6 @@ def test_your_own_function_is_found_in_the_working_directory_and_checked_beforeh
         check_rewards(config(MATH, {"name": "my_modul:reward"}))
 
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "rewards.md"
 PROBLEMS = [Problem("p", "1+1=", "2", level=3, source="s")] * 5
 TEXTS = ["so 2", "so 3", "2", "\ud800 2", "5"]
 
