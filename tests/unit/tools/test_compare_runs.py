@@ -1,22 +1,15 @@
 """tools/compare_runs.py: finished runs are read instead of repeated, and the table and the plot show each of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support.processes import ROOT, one_thread_environment
+from support.processes import ROOT, run_tool
 
 from megatron_rl.config import load_config
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-
-
-def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "compare_runs.py"), *map(str, arguments)]
-    return subprocess.run(command, env=one_thread_environment(), capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
 
 
 def write_run(parent: Path, scores: list[float], *overrides: str, **metrics: float) -> None:
@@ -44,7 +37,7 @@ def runs(tmp_path):
 
 def test_finished_runs_are_compared_without_training(runs):
     options = ("--seeds", 2, "--out", runs, "--svg", runs / "plot.svg", "--train.steps=2")
-    done = compare(QUICKSTART, "--vary", "precision.mode=bf16,fp8_rollout", *options)
+    done = run_tool("compare_runs", QUICKSTART, "--vary", "precision.mode=bf16,fp8_rollout", *options)
     assert done.returncode == 0, done.stderr
     assert "| bf16 | 2 | 25.0 % | 87.5 % | 75.0 % | – | – | – | none |" in done.stdout
     assert "| fp8_rollout | 2 | 25.0 % | 37.5 % | 37.5 % | 0.5 | 0.75 | 2 | none |" in done.stdout
@@ -59,7 +52,8 @@ def test_a_run_with_another_configuration_is_repeated(runs):
     """The command that trains shows itself by refusing a model folder without a config.json."""
     (runs / "model").mkdir()
     for change in ("--train.steps=3", "--train.learning_rate=1e-3"):
-        done = compare(QUICKSTART, "--vary=precision.mode=bf16", "--out", runs, "--train.steps=2", change, f"--model.path={runs / 'model'}")
+        options = ["--vary=precision.mode=bf16", "--out", runs, "--train.steps=2", change, f"--model.path={runs / 'model'}"]
+        done = run_tool("compare_runs", QUICKSTART, *options)
         assert done.returncode == 2 and "contains no config.json" in done.stderr
 
 
@@ -72,5 +66,5 @@ def test_a_run_with_another_configuration_is_repeated(runs):
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path, arguments, words):
-    done = compare(*arguments, "--out", tmp_path)
+    done = run_tool("compare_runs", *arguments, "--out", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr and not any(tmp_path.iterdir())

@@ -5,11 +5,9 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 
+import hopper_kernels
 import pytest
 from support.processes import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-import hopper_kernels
 
 CHECKS = str(ROOT / "tools")
 

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from support.processes import ROOT, one_thread_environment
-
-sys.path.insert(0, str(ROOT / "tools"))
 import gpu_parts
+import pytest
 from gpu_parts import BUDGET, PARTS, QUICK_BUDGET, WARM_UP, Part, check, choose_parts, find_unused_folder
+from support.processes import ROOT, one_thread_environment
 
 A, B, C = (Part(name, (f"test_{name}.py",), 100) for name in "abc")
 

@@ -1,12 +1,6 @@
 """tools/soak.py plans the same kills for the same seed, and finds each kind of fault in a run's records."""
 
-import sys
-
 import pytest
-from support.processes import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 from soak import Promise, find_inexact, find_wrong_samples, plan_kills
 
 PROMISE = Promise([f"p{position}" for position in range(10)], frozenset({6, 9}), steps=4, prompts=2, group_size=2, max_staleness=1)

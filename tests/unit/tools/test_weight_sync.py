@@ -1,21 +1,15 @@
 """tools/weight_sync.py runs, writes its report, and refuses bad input."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from support.processes import ROOT, one_thread_environment
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "weight_sync.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=one_thread_environment())
+from support.processes import run_tool
 
 
 @pytest.mark.long
 def test_every_case_of_a_resharding_is_measured(tmp_path):
-    done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "report.json"))
+    options = ["--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1"]
+    done = run_tool("weight_sync", *options, "--json", tmp_path / "report.json")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert {"plain copy", "proof"} < report["cases"].keys()
@@ -34,5 +28,5 @@ def test_bad_input_is_one_line():
         ("--model", "tiny", "--rollout", "tp=3"): "rollout.tp = 3: must divide num_attention_heads (8)",
     }
     for arguments, line in wrong.items():
-        done = bench(*arguments)
+        done = run_tool("weight_sync", *arguments)
         assert done.returncode == 2 and done.stderr.startswith(f"megatron-rl: {line}") and done.stderr.count("\n") == 1, done.stderr
