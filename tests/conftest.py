@@ -3,11 +3,21 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 
 import pytest
 from support.processes import WorldPool
+
+DEFAULT_CASES = {
+    "test_training_equals_that_of_one_process": 6, "test_every_layout_learns_what_one_process_does_and_has_its_bits": 6,
+    "test_training_in_a_layout_equals_that_of_one_process": 4, "test_packed_equals_alone": 4, "test_the_policy_does_not_notice": 1,
+    "test_what_was_added_stays_zero_in_training": 2, "test_no_layer_counts_and_no_bit_changes": 1, "test_no_token_is_older_than_the_bound": 1,
+    "test_every_layout_trains_the_same_layers": 2, "test_a_run_of_several_ranks_goes_on_bit_for_bit_and_any_layout_loads_it": 1,
+    "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
+}  # fmt: skip
+"""How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,7 +37,13 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
         yield pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are selected by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen = Counter[str]()
+    for item in items:
+        seen[name := item.nodeid.partition("[")[0]] += not item.get_closest_marker("long")
+        if seen[name] > DEFAULT_CASES.get(item.originalname, len(items)):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

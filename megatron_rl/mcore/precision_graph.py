@@ -21,6 +21,7 @@ from megatron_rl.precision.graph.decoder import Gradients, LayerPrecision, Opera
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, dtype_name, scale_format, unquantized_format
 from parallel.adapters import NAMES
+from parallel.mtp_layers import MEGATRON_PREFIX
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -30,7 +31,7 @@ def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
 
 
 class _Reader(Reader):
-    side = "megatron"
+    side, skipped = "megatron", (MEGATRON_PREFIX,)
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()

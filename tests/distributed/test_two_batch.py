@@ -56,6 +56,7 @@ def test_turns_change_no_bit(compare, model_folder, layout, model, precision):
     compare(trainer.train_grpo, layout, folder, precision, TRAIN, batches(), layout)
 
 
+@pytest.mark.long
 def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare, model_folder):
     compare(trainer.train_grpo, Layout(tp=2), model_folder("qwen3"), FP8, TRAIN, batches(), Layout(tp=2), recompute="full")
 
@@ -96,6 +97,7 @@ def test_a_critic(compare, checkpoint):
     compare(critics.train_critic, Layout(tp=2), checkpoint, FP8, TRAIN, batches(), Layout(tp=2))
 
 
+@pytest.mark.long
 def test_layers_for_multi_token_prediction(compare, model_folder, tmp_path):
     folder = shutil.copytree(model_folder("glm4_moe_air", num_hidden_layers=2), tmp_path / "model")
     fp8_checkpoints.add_mtp_layer(folder)

@@ -21,6 +21,7 @@ def run(folder, config, *options):
     return run_tool("verify_sync", "--hf-config", folder, *options)
 
 
+@pytest.mark.long
 def test_pipeline_and_tensor_parallel_to_tensor_parallel(tmp_path):
     outputs = ["--dump", f"{tmp_path}/dump", "--json", f"{tmp_path}/v.json"]
     done = run(tmp_path, QWEN3, "--train", "tp=2,pp=2", "--rollout", "tp=2", "--layers", "2", *outputs)

@@ -17,7 +17,7 @@ from megatron_rl.reporting.report import write_report
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.timeout(4000)
-PROBLEMS, SAMPLES = 32, 8
+PROBLEMS, SAMPLES = 32, 4
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
 SETTINGS = (*TASK, "--eval.temperature=1", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")

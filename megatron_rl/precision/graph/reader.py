@@ -11,7 +11,6 @@ from megatron_rl.errors import RunError
 from megatron_rl.precision.graph.decoder import LAYER, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 from parallel.formats import FORMATS
-from parallel.mtp_layers import MEGATRON_PREFIX
 
 FP32 = TensorPrecision("fp32")
 
@@ -69,6 +68,7 @@ class Reader:
     """Reads a model's operators and remembers the tensors that they use."""
 
     side: str  # column of the table of operators that names this side's modules
+    skipped: tuple[str, ...] = ()  # prefixes of parameters that the other side does not have
     model: Any
     read_linear: Callable[..., Operator]  # reads a linear layer, quantized or not
     read_residual: Callable[[Any], TensorPrecision]  # returns the format of the residual stream that a norm reads
@@ -78,9 +78,9 @@ class Reader:
         self.seen: set[int] = set()
 
     def connect(self, layers: Mapping[int, LayerPrecision], ends: Mapping[str, Operator]) -> PrecisionGraph:
-        """Return the graph of what was read. Raise RunError if no operator uses a parameter; the engine has no MTP layers."""
+        """Return the graph of what was read. Raise RunError if no operator uses a parameter."""
         for name, parameter in self.model.named_parameters():
-            if id(parameter) not in self.seen and not name.startswith(MEGATRON_PREFIX):
+            if id(parameter) not in self.seen and not name.startswith(self.skipped):
                 raise RunError(f"the precision graph has no operator that uses the {self.side} parameter {name}")
         return decoder_graph(self.hidden, layers, ends)
 

@@ -262,6 +262,7 @@ def test_a_partial_block_at_the_end_of_a_tensor_is_allowed():
     assert_carried(source_shards(case), target_shards(case), slow_cut.checkpoint(case.model))
 
 
+@pytest.mark.long
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     model, train = published_model("Qwen3-235B-A22B"), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
     assert train.world_size == 128

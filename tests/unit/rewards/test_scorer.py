@@ -415,6 +415,7 @@ def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
         assert math_reward.reward(text, problem).correct
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MATH_500.is_file(), reason=f"the MATH-500 file is not at {MATH_500}")
 def test_real_math500_golds_verify_and_shuffled_ones_fail():
     rows = [json.loads(line) for line in MATH_500.read_text().splitlines()]
