@@ -179,13 +179,13 @@ def test_answers_are_scored_and_the_next_groups_run_while_the_longest_answer_doe
     run.ahead.close()
 
 
-def test_groups_wait_in_order_for_room_in_the_engines():
+def test_groups_wait_for_room_in_the_engines():
     run = Run(1, 5, engines=1, max_running_requests=4)  # of one group, and one that stands by
     run.ahead.begin(0)
-    until(lambda: run.engine.ended == [1, 2, 3], 60, "what was begun")
+    until(lambda: sorted(run.engine.ended) == [1, 2, 3], 60, "what was begun")  # two steps begin at once, in either order
     run.step(0)
     run.ahead.close()
-    assert run.engine.ended == [1, 2, 3, 0]
+    assert len(run.engine.ended) == 4 and run.engine.ended[-1] == 0
 
 
 def test_other_errors_of_the_engine_end_the_run_in_their_turn():
