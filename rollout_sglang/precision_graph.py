@@ -20,7 +20,8 @@ _KNOWN_METHODS = (
 
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model of SGLang's ModelRunner, or raise ValueError. `activations`: formats of the inputs by module."""
+    """Return the graph of the model of SGLang's ModelRunner. `activations`: formats of the inputs by module. Raise ValueError for an
+    unknown module or format, RunError for a parameter that no operator uses."""
     return _Reader(runner, activations).read_graph()
 
 

@@ -31,7 +31,8 @@ def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
 
 
 class _Reader(Reader):
-    side, skipped = "megatron", (MEGATRON_PREFIX,)
+    side = "megatron"
+    skipped = (MEGATRON_PREFIX,)
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
 """Geometries that several tests shard: a small one, the published models, and the plan of a random case of `slow_cut.cases`."""
 
 from functools import cache
-from pathlib import Path
 
-from megatron_rl.hf.files import read_config
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import add_scale_transfers, reshard
@@ -43,12 +41,11 @@ def dense_config(family, *widths, **more):
     return {"model_type": family, "rope_theta": 1e6, **dict(zip(_WIDTHS, widths, strict=True)), **more}
 
 
-_MODELS = Path(__file__).parents[2] / "configs" / "models"
+_QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 _DEEPSEEK = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
 _GLM = {"head_dim": 128, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 160, "moe_intermediate_size": 1536}
-PUBLISHED = {  # widths of the models' own config.json files, some of which lie here whole
-    **{name: read_config(_MODELS / name) for name in ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")},
+PUBLISHED = {  # widths of the models' own config.json files; written here again, because tests hold configs/models against them
     "Llama-3.1-8B": dense_config("llama", 32, 4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": dense_config("llama", 80, 8192, 64, 8, 28672, 128256),
     "Llama-3.2-1B": dense_config("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
@@ -56,9 +53,12 @@ PUBLISHED = {  # widths of the models' own config.json files, some of which lie 
     "Qwen2.5-7B": dense_config("qwen2", 28, 3584, 28, 4, 18944, 152064),
     "Qwen2.5-32B": dense_config("qwen2", 64, 5120, 40, 8, 27648, 152064),
     "Qwen3-0.6B": dense_config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+    "Qwen3-8B": dense_config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
     "Qwen3-32B": dense_config("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
     "GLM-4-9B-0414": dense_config("glm4", 40, 4096, 32, 2, 13696, 151552, head_dim=128, attention_bias=True, partial_rotary_factor=0.5),
     "GLM-4-32B-0414": dense_config("glm4", 61, 6144, 48, 2, 23040, 151552, head_dim=128, attention_bias=False, partial_rotary_factor=0.5),
+    "Qwen3-30B-A3B": dense_config("qwen3_moe", 48, 2048, 32, 4, 6144, 151936, **_QWEN3_MOE, moe_intermediate_size=768),
+    "Qwen3-235B-A22B": dense_config("qwen3_moe", 94, 4096, 64, 4, 12288, 151936, **_QWEN3_MOE, moe_intermediate_size=1536),
     "GLM-4.5": dense_config("glm4_moe", 92, 5120, 96, 8, 12288, 151552, **_GLM, first_k_dense_replace=3),
     "DeepSeek-V3": dense_config("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, **_DEEPSEEK),
 }

@@ -13,8 +13,6 @@ _PARAMETERS = ("weight", "bias", *NAMES)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL = "mlp.residual"
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
-
-
 _AT = {"megatron": "self_attention.", "sglang": "self_attn."}  # what "@" stands for in a path; in an operator's name, "attention."
 
 
