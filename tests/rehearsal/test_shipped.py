@@ -4,10 +4,8 @@ The default tests rehearse two layers of the 8B with its engines and the last ra
 engines.
 """
 
-import json
-
 import pytest
-from support.shipped import ROOT, check_aims, rehearse_shipped, rehearse_trainers
+from support.shipped import check_aims, few_layers, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
 COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
@@ -31,9 +29,7 @@ def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get(name):
 
 
 def test_two_layers_run_with_their_engines(tmp_path):
-    fields = json.loads((ROOT / "configs/models/Qwen3-8B/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 2}))
-    found = rehearse_shipped("qwen3_8b", tmp_path, f"--model.path={tmp_path}")
+    found = rehearse_shipped("qwen3_8b", tmp_path, f"--model.path={few_layers('Qwen3-8B', tmp_path)}")
     (trainer,), engines = found["trainer"], found["engine"]
     assert len(engines) == 2 and not any(wait["in_micro_batches"] for phase in trainer["phases"] for wait in phase["host_waits"])
 

@@ -15,6 +15,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def few_layers(model, folder, **changes):
+    """Write the config.json of two layers of a shipped model, with `changes` to its fields. Return its folder."""
+    fields = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text()) | {"num_hidden_layers": 2} | changes
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
 def rehearse_shipped(name, folder, *options):
     """Return the `--json` report of a rehearsal that must pass."""
     run_module("megatron_rl", "rehearse", f"configs/{name}.toml", "--json", str(folder / "found.json"), *options)

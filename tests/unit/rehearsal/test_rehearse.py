@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.shipped import run_module
+from support.shipped import few_layers, run_module
 
 from megatron_rl.config import Config
 from megatron_rl.config.loading import load_config
@@ -111,12 +111,6 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def rehearse(config: Config) -> list[EngineRankReport]:
     planned = count_engine_weights(Workload.from_config(config, read_config(config.model.folder)), config.rollout.tp, config.rollout.ep)
     return rehearse_engine(config, planned, GPUS["h100"])
-
-
-def few_layers(model: str, folder: Path, **changes: object) -> Path:
-    fields = json.loads((CONFIGS / "models" / model / "config.json").read_text()) | {"num_hidden_layers": 2} | changes
-    (folder / "config.json").write_text(json.dumps(fields))
-    return folder
 
 
 @pytest.mark.long

@@ -39,14 +39,13 @@ STEP = {
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
-
 DRAWN: dict[tuple, str] = {}
 SECTION_COUNT = sum(map(len, SECTIONS.values()))
 
 
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
-    """Draw each plot of a page only once for all tests, because drawing takes most of their time."""
+    """Draw plots of the same series, with values in the same rows, only once, because drawing takes most of the tests' time."""
     for module in ("report", "comparison"):
         monkeypatch.setattr(f"megatron_rl.reporting.{module}.render_svg", functools.partial(render, module))
 
@@ -57,10 +56,9 @@ def find_plot(title: str, rows: list[dict]) -> Plot:
 
 
 def render(module: str, plot: Plot, rows: list[dict], *xlabel: str) -> str:
-    key = (module, plot.title, *xlabel, any(panel.series for panel in plot.panels))
-    if key not in DRAWN:
-        DRAWN[key] = render_svg(plot, rows, *xlabel)
-    return DRAWN[key]
+    names = [name for panel in plot.panels for name, _ in panel.series]
+    key = (module, plot.title, *xlabel, *names, *(row.get(name) is None for row in rows for name in names))
+    return DRAWN.get(key) or DRAWN.setdefault(key, render_svg(plot, rows, *xlabel))
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:

@@ -22,6 +22,11 @@ def test_every_case_of_a_resharding_is_measured(tmp_path):
 
 
 def test_bad_input_is_one_line():
-    done = run_tool("weight_sync", "--model", "tiny", "--rollout", "tp=3")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("megatron-rl: rollout.tp = 3: must divide num_attention_heads (8)")
+    wrong = {
+        ("--model", "7b"): "--model = '7b': must be some of tiny, 0.5gb, 32b_slice, 8b, 0.6b",
+        ("--train", "tp=0"): "--train = 'tp=0': must be like tp=2; the names are tp, pp, dp",
+        ("--model", "tiny", "--rollout", "tp=3"): "rollout.tp = 3: must divide num_attention_heads (8)",
+    }
+    for arguments, line in wrong.items():
+        done = run_tool("weight_sync", *arguments)
+        assert done.returncode == 2 and done.stderr.startswith(f"megatron-rl: {line}") and done.stderr.count("\n") == 1, done.stderr
