@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.cost.hardware import Cluster
-from megatron_rl.cost.weights import count_engine_weights
+from megatron_rl.cost.weights import count_engine_weights, list_extreme_stages
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
@@ -33,7 +33,7 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     candidate = Candidate.from_config(config)
     cluster = Cluster.from_options(options.nodes, options.gpus_per_node, options.gpu, candidate.gpus)
     candidate.check_on(cluster, job)
-    ranks = choose_ranks(options.ranks, candidate.train)
+    ranks = choose_ranks(options.ranks, job, candidate.train)
     install_device()
 
     from megatron_rl.rehearsal.engine_rank import rehearse_engine
@@ -62,13 +62,13 @@ def install_device() -> None:
     fake_cuda.install()
 
 
-def choose_ranks(text: str | None, layout: Layout) -> list[int]:
-    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, first and second pipeline stage. A rank of the
-    last stage is always included and comes first, because only the last stage knows the loss."""
+def choose_ranks(text: str | None, job: Workload, layout: Layout) -> list[int]:
+    """Return the ranks of a list such as `0,7,last`, by default the first rank of the last, the first, the second and the fullest stages. A
+    rank of the last stage is always included and comes first, because only the last stage knows the loss."""
     width = layout.world_size // layout.pp
     last = (layout.pp - 1) * width
     if text is None:
-        return list(dict.fromkeys((last, 0, min(width, last))))
+        return list(dict.fromkeys((last, 0, min(width, last), *(stage * width for stage in list_extreme_stages(job, layout)))))
     ranks = []
     for word in text.split(","):
         number = str(layout.world_size - 1) if word.strip() == "last" else word.strip()

@@ -113,6 +113,19 @@ def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple
     return len(layers) - sparse, sparse
 
 
+@lru_cache(maxsize=4096)
+def list_extreme_stages(job: Workload, layout: Layout) -> tuple[int, ...]:
+    """Return pipeline stages of which one needs the most memory: the first stage with each mix of layers, and the last stage.
+
+    Of the stages with the same layers, the first has the most micro-batches in flight, and only the last has more besides: the logits.
+    """
+    models = [each.model for each in (job, job.teacher) if each is not None]
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    for stage in range(layout.pp):
+        first.setdefault(tuple(count_layer_kinds(model, layout, stage) for model in models), stage)
+    return tuple(sorted({*first.values(), layout.pp - 1}))
+
+
 def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemory:
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert

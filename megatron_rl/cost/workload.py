@@ -185,15 +185,6 @@ class Candidate:
         gpus = cluster.gpus_per_node
         return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, node_gpus=gpus)
 
-    @property
-    def extreme_stages(self) -> list[int]:
-        """Pipeline stages that can need the most memory.
-
-        The first holds the embedding and the most micro-batches in flight, the last the logits, and the second the most micro-batches
-        in flight of the remaining stages.
-        """
-        return sorted({0, min(1, self.train.pp - 1), self.train.pp - 1})
-
     def at_once(self, job: Workload, trains: bool) -> int:
         """Return how many micro-batches take turns in a training pass or, without `trains`, in a forward pass."""
         train = job.config.train.model_copy(update={"recompute": self.recompute})

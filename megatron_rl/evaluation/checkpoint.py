@@ -12,9 +12,9 @@ from megatron_rl.config import Config
 from megatron_rl.config.hub import HUB_PREFIX, find_model_folder
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import UserError
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
-from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import INDEX, SINGLE, read_index
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
@@ -28,27 +29,6 @@ from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
 _STRIP = 1 << 22  # elements to read or check at a time
-
-
-def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
-    """Return the format of the quantized weights that config.json describes, or None. Raise UserError for an unsupported format."""
-    quantization = hf_config.get("quantization_config")
-    if quantization is None:
-        return None
-    settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
-
-    def find_differences(format: TensorFormat) -> dict[str, object]:
-        wanted = format.quantization_config().items()
-        return {name: value for name, value in wanted if name != "modules_to_not_convert" and settings.get(name) != value}
-
-    known = [format for format in FORMATS.values() if format.quantized]
-    format = min(known, key=lambda format: ("quant_method" in (different := find_differences(format)), len(different)))
-    for name, supported in find_differences(format).items():
-        if name == "quant_method":
-            supported = " or ".join(dict.fromkeys(str(format.engine_quantization) for format in known))
-        rule, fix = f"is not supported, only {supported} is", "use a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
-        raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
-    return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
 
 
 class HFCheckpoint:

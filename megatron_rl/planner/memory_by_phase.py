@@ -70,7 +70,7 @@ def add_ipc_contexts(memory: tuple[PhaseMemory, ...], readers: int) -> tuple[Pha
 
 @lru_cache(maxsize=1 << 16)
 def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str, float]:
-    stages = [count_trainer_parts(job, candidate, stage, phase) for stage in candidate.extreme_stages]
+    stages = [count_trainer_parts(job, candidate, stage, phase) for stage in weights.list_extreme_stages(job, candidate.train)]
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
@@ -121,7 +121,7 @@ def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
     if not candidate.colocated:
         return 0
     trained = [each for each in (job, job.critic) if each is not None]
-    stages = candidate.extreme_stages
+    stages = weights.list_extreme_stages(job, candidate.train)
     return max(sum(weights.count_trainer_memory(each, candidate.train, stage).optimizer for each in trained) for stage in stages)
 
 

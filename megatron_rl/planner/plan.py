@@ -10,6 +10,7 @@ from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
+from megatron_rl.planner.remedies import explain
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult
 
 
@@ -57,8 +58,8 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
             refusal = error
     search = planner.search(max(options.top, 1))
     if chosen is None:
-        if not search.ranked:  # no other layout helps either
-            raise refusal if refusal is not None and search.closest is None else _nothing_fits(cluster, search)
+        if not search.ranked:  # a refused layout has a fix, one that is too large has none
+            raise refusal if refusal is not None and refusal.fix else explain(planner, search)
         chosen = search.ranked[0]
         if refusal is not None:
             fix = f"{refusal.fix}; " * bool(refusal.fix) + f"the best layout is {' '.join(chosen.candidate.overrides(config))}"
@@ -81,16 +82,6 @@ def _estimate_configured(planner: Planner) -> CandidateEstimate:
         rule = f"needs {peak.total / GIB:.1f} GiB of a GPU in phase {peak.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
         raise UserError("train.layout", None, rule, "")
     return estimate
-
-
-def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:
-    if search.closest is None:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in search.dropped.most_common()) or "none to try"
-        return UserError("--nodes", cluster.nodes, f"no layout works on {cluster} ({reasons})", "give another number of GPUs")
-    peak, layout = search.closest.fullest, search.closest.candidate.describe()
-    needed = f"{peak.total / GIB:.1f} GiB in phase {peak.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
-    fix = "give more nodes or larger GPUs, or lower train.micro_batch_tokens, rollout.max_total_tokens or answers' lengths"
-    return UserError("--nodes", cluster.nodes, f"nothing fits on {cluster}: the closest, {layout}, needs {needed}", fix)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

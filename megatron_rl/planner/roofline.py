@@ -164,7 +164,8 @@ def _bandwidth(ranks: int, cluster: Cluster) -> float:
 def _estimate_replica_exchange(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
     """Return the seconds to reduce-scatter FP32 gradients over the replicas and to gather the new weights, without overlap."""
     layout = candidate.train
-    ranks, stages = layout.dp * layout.cp, [weights.count_trainer_memory(job, layout, stage) for stage in candidate.extreme_stages]
+    ranks = layout.dp * layout.cp
+    stages = [weights.count_trainer_memory(job, layout, stage) for stage in weights.list_extreme_stages(job, layout)]
     stepped = [stage.gradients * job.high_bytes // 4 if job.trains_adapters else stage.weights + stage.blocks for stage in stages]
     moved = max(stage.gradients + size for stage, size in zip(stages, stepped, strict=True)) * (ranks - 1) / ranks
     return moved / _bandwidth(layout.tp * ranks, cluster)

@@ -7,6 +7,7 @@ is longer than a micro-batch, full recomputation if nothing else fits, and engin
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -56,7 +57,9 @@ class SearchResult:
     dropped: Counter[str]
     """Number of rejected candidates by reason."""
     closest: CandidateEstimate | None
-    """The candidate that lacks the least memory, among those that are valid but too large."""
+    """The candidate that lacks the least memory, among those that the rules of `train` accept."""
+    refused: CandidateEstimate | None
+    """The fastest candidate that fits, or else the one that lacks the least memory, among those that these rules refuse."""
 
 
 class Planner:
@@ -64,7 +67,7 @@ class Planner:
 
     def __init__(self, job: Workload, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
-        self._layout_errors: dict[tuple[int, ...], bool] = {}
+        self._refused: dict[tuple[int, ...], bool] = {}
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds without the sync. Raise GeometryError if a layout does not divide the model."""
@@ -92,48 +95,81 @@ class Planner:
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
         closest: CandidateEstimate | None = None
+        refused: CandidateEstimate | None = None
         passes = (self._candidates(nodes) for nodes in _powers(self.cluster.nodes) if not fitting)
         for candidate in itertools.chain.from_iterable(passes):
             tried += 1
             try:
-                estimate = self.estimate(candidate)
-                if not estimate.fits:
-                    estimate = self.estimate(replace(candidate, recompute="full"))
+                estimate = self._estimate_smallest(candidate)
             except GeometryError:
                 dropped["do not divide the model"] += 1
                 continue
-            if not estimate.fits:
+            if self.refuses(candidate):
+                dropped["are refused by the rules of `train`"] += 1
+                refused = min(estimate, refused or estimate, key=_closeness)
+            elif not estimate.fits:
                 dropped[f"are too large in phase {estimate.fullest.phase}"] += 1
-                if (closest is None or estimate.spare > closest.spare) and not self._has_layout_error(candidate):
-                    closest = estimate
-            elif self._has_layout_error(candidate):
-                dropped["cut blocks of quantized weights"] += 1
+                closest = min(estimate, closest or estimate, key=_closeness)
             else:
                 key = candidate.train, candidate.placement
                 fitting[key] = min(estimate, fitting.get(key, estimate), key=_rank_key)
         fastest = sorted(fitting.values(), key=_rank_key)[:count]
         fastest = sorted(map(self.with_sync, fastest), key=_rank_key)
         closest = max(fastest, key=lambda estimate: estimate.spare, default=closest)
-        return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, closest)
+        return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, closest, refused)
 
-    def _has_layout_error(self, candidate: Candidate) -> bool:
-        layout, facts = candidate.train, candidate.facts(self.job, self.cluster)
-        for about, sizes in ((Needs.LAYOUT, (layout.tp, layout.cp, layout.ep, layout.etp)), (Needs.ENGINE, candidate.rollout[:2])):
-            if sizes not in self._layout_errors:
-                self._layout_errors[sizes] = any(find_mistakes(facts, PLAN | LAYOUTS, about))
-            if self._layout_errors[sizes]:
+    def fits_apart(self, refused: bool = False) -> bool:
+        """Return whether some disaggregated candidate fits, with `refused` even if the rules of `train` refuse it. The two sides are tried
+        separately, which is faster than `search`."""
+
+        def any_fits(candidates: Iterator[Candidate], gpus: str) -> bool:
+            return any((refused or not self.refuses(each)) and self._count_lacking(each, gpus) <= 0 for each in candidates)
+
+        for engine_gpus in self._shares_apart():
+            sizes = (each for nodes in _powers(self.cluster.nodes) for each in self._rollouts(engine_gpus, nodes))
+            engines = (Candidate(Layout(), *each, "disaggregated") for each in sizes)
+            trainers = (Candidate(layout, placement="disaggregated") for layout in self._layouts(self.cluster.gpus - engine_gpus))
+            if any_fits(engines, "engine") and any_fits(trainers, "trainer"):
                 return True
         return False
 
+    def _count_lacking(self, candidate: Candidate, gpus: str) -> float:
+        """Return the bytes that one side's fullest GPU lacks."""
+        try:
+            memory = estimate_phase_memory(self.job, replace(candidate, recompute="full"))
+        except GeometryError:
+            return math.inf
+        return max(gpu.total for gpu in memory if gpu.gpus == gpus) - usable_bytes(self.cluster)
+
+    def _estimate_smallest(self, candidate: Candidate) -> CandidateEstimate:
+        """Return the estimate of the candidate, with full recomputation if it does not fit otherwise."""
+        estimate = self.estimate(candidate)
+        return estimate if estimate.fits else self.estimate(replace(candidate, recompute="full"))
+
+    def refuses(self, candidate: Candidate) -> bool:
+        """Return whether the rules of `train` refuse the layouts. Each side is checked beside one rank of the other."""
+        layout = candidate.train
+        sides = {
+            (layout.tp, layout.cp, layout.ep, layout.etp): (Needs.LAYOUT, candidate.trainer_only),
+            (candidate.rollout_tp, candidate.rollout_ep): (Needs.ENGINE, replace(candidate, train=Layout())),
+        }
+        for sizes, (about, side) in sides.items():
+            if sizes not in self._refused:
+                self._refused[sizes] = any(find_mistakes(side.facts(self.job, self.cluster), PLAN | LAYOUTS, about))
+        return any(self._refused[sizes] for sizes in sides)
+
     def _candidates(self, nodes_per_engine: int) -> Iterator[Candidate]:
         total = self.cluster.gpus
-        apart = sorted({total * eighths // 8 for eighths in _ENGINE_EIGHTHS})
         shares: list[tuple[Placement, int, int]] = [("colocated", total, total)]
-        shares += [("disaggregated", total - engine_gpus, engine_gpus) for engine_gpus in apart]
+        shares += [("disaggregated", total - engine_gpus, engine_gpus) for engine_gpus in self._shares_apart()]
         for placement, trainer_gpus, engine_gpus in shares:
             for rollout in self._rollouts(engine_gpus, nodes_per_engine):
                 for layout in self._layouts(trainer_gpus):
                     yield Candidate(layout, *rollout, placement, nodes_per_engine=nodes_per_engine)
+
+    def _shares_apart(self) -> list[int]:
+        """Return the numbers of GPUs that engines get in disaggregated candidates."""
+        return sorted({self.cluster.gpus * eighths // 8 for eighths in _ENGINE_EIGHTHS} - {0})
 
     def _rollouts(self, gpus: int, nodes_per_engine: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tp, ep, engines) that use these GPUs, with engines on one node or on all GPUs of several nodes."""
@@ -181,6 +217,11 @@ class Planner:
 def _rank_key(estimate: CandidateEstimate) -> tuple[float, float]:
     """Sort by seconds per step, then by free memory."""
     return estimate.seconds.step, -estimate.spare
+
+
+def _closeness(estimate: CandidateEstimate) -> tuple[float, float]:
+    """Sort by missing memory, then by seconds per step."""
+    return max(0.0, -estimate.spare), estimate.seconds.step
 
 
 def _powers(limit: int) -> list[int]:

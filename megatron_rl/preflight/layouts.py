@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
@@ -50,6 +51,11 @@ def nodes_share_the_engines_evenly(facts: Facts) -> None:
 @rule(Needs.MODEL)
 def model_family_is_known(facts: Facts) -> None:
     facts.model  # noqa: B018 - raises for an unsupported model
+
+
+@rule(Needs.MODEL)
+def checkpoint_format_is_known(facts: Facts) -> None:
+    find_checkpoint_format(facts.hf_config)
 
 
 @rule(Needs.MODEL)

@@ -7,6 +7,7 @@ from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.errors import UserError
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.formats import SERVED_METHODS
@@ -104,7 +105,9 @@ def critic_has_the_policys_architecture(facts: Facts) -> None:
     if str(path).startswith(HUB_PREFIX):
         rule = "is on the hub, but a critic can only be loaded from a local folder"
         raise UserError("critic.path", str(path), rule, "download it and give its folder")
-    critic, policy = (ModelGeometry.from_hf_config(as_critic(each)) for each in (read_config(path, "critic.path"), facts.hf_config))
+    hf_config = read_config(path, "critic.path")
+    find_checkpoint_format(hf_config)
+    critic, policy = (ModelGeometry.from_hf_config(as_critic(each)) for each in (hf_config, facts.hf_config))
     different = [field.name for field in fields(policy) if getattr(critic, field.name) != getattr(policy, field.name)]
     if different:
         rule = f"must have the same architecture as model.path, but these differ: {', '.join(different)}"

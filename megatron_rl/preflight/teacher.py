@@ -6,7 +6,12 @@ from dataclasses import replace
 from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.preflight.layouts import longest_sequence_fits, megatron_supports_the_layout, trainer_can_shard_the_model
+from megatron_rl.preflight.layouts import (
+    checkpoint_format_is_known,
+    longest_sequence_fits,
+    megatron_supports_the_layout,
+    trainer_can_shard_the_model,
+)
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.plug import InputError
 
@@ -42,6 +47,7 @@ def teacher_fits_the_policys_sequences(facts: Facts) -> None:
         return
     if teacher.model.vocab != facts.model.vocab:
         raise _refuse_vocabulary(teacher, f"has {teacher.model.vocab} tokens and the policy's {facts.model.vocab}")
+    _check(checkpoint_format_is_known, teacher)
     _check(longest_sequence_fits, teacher)
 
 

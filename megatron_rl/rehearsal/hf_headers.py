@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.hf import read
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import INDEX, SINGLE, read_config
 from megatron_rl.rehearsal.device import FakeGpu
 from parallel.formats import BF16
@@ -45,7 +46,7 @@ def read_headers_only(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Pat
 def derive_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
     """Return the header of every tensor of a checkpoint with this config.json."""
     headers: dict[str, Header] = {}
-    quantized = read.find_checkpoint_format(hf_config)
+    quantized = find_checkpoint_format(hf_config)
     model = ModelGeometry.from_hf_config(hf_config)
     for tensor in (*model.tensors().values(), *list_mtp_tensors(model).values()):
         format = quantized if quantized is not None and tensor.role in read.QUANTIZED_ROLES else None

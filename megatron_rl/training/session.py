@@ -17,9 +17,9 @@ from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
-from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Critic

@@ -58,7 +58,8 @@ def rehearse_ranks(config, model, cluster, ranks=None):
     from megatron_rl.rehearsal.job import rehearse_rank
     from megatron_rl.rehearsal.report import make_report
 
-    job, numbers = Workload.from_config(config, model), choose_ranks(ranks, config.train.layout.to_layout())
+    job = Workload.from_config(config, model)
+    numbers = choose_ranks(ranks, job, config.train.layout.to_layout())
     return [make_report(rehearse_rank(config, rank, cluster.gpu), job, cluster).as_json() for rank in numbers]
 
 

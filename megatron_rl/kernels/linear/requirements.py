@@ -64,22 +64,25 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
 
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
     """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
-    if format.block is None or backend == "emulated":
+    if format.block is None or backend == "emulated" or not (rule := _find_mixed_block(format, model, layout)):
         return
-    width = max(format.block)
+    works = [str(tp) for tp in range(1, layout.tp) if model.kv_heads % tp == 0 and not _find_mixed_block(format, model, Layout(tp=tp))]
+    other = f"train.layout.tp = {' or '.join(works)}" if works else "train in BF16 (precision.mode = fp8_rollout or bf16)"
+    raise UserError("precision.backend", backend, rule, f"use emulated, or {other}")
+
+
+def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout) -> str:
+    width = max(format.block or (1,))
     for rank in range(layout.world_size):
-        coordinates = layout.coordinates(rank)
-        for shard in build_megatron_shards(model, layout, coordinates):
+        for shard in build_megatron_shards(model, layout, layout.coordinates(rank)):
             if shard.role not in QUANTIZED_ROLES:
                 continue
             rows = shard.rows // max(shard.experts, 1)
             if rows % width or shard.cols % width:
-                rule = f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
-            elif compute_row_order(shard, format) is not None:
-                rule = f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"
-            else:
-                continue
-            raise UserError("precision.backend", backend, rule, "use emulated, or another train.layout.tp")
+                return f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
+            if compute_row_order(shard, format) is not None:
+                return f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"
+    return ""
 
 
 def _find_gpu_problem() -> tuple[str, str] | None:

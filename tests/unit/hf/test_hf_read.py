@@ -19,8 +19,9 @@ from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf import read
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import INDEX, read_config
-from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FORMATS, FP8

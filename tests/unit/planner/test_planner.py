@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
@@ -35,7 +37,7 @@ from parallel import row_sums
 from parallel.adapters import is_adapter
 from parallel.families import FAMILIES
 from parallel.formats import FP8
-from parallel.layout import Layout, check_stages
+from parallel.layout import Layout, balance_stages, check_stages
 from parallel.model_geometry import ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -306,6 +308,25 @@ def test_shared_gpus_hold_by_turns_and_a_critic_has_a_phase_of_its_own():
     assert seconds[0].critic == 0 < seconds[1].critic < seconds[1].train + seconds[1].logprobs and seconds[0].train == seconds[1].train
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_fullest_of_the_extreme_stages_is_the_fullest_of_all(data):
+    """Layers with and without experts in any order, as `moe_layer_freq` gives them, on stages of unequal sizes."""
+    layers, pp = data.draw(st.integers(2, 24)), data.draw(st.integers(1, 8))
+    vpp = data.draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    balanced = balance_stages(layers, pp, vpp, data.draw(st.sampled_from([0.5, 1.0, 3.0])))
+    assume(balanced is not None)
+    layout = Layout(tp=2, pp=pp, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1], dp=2, ep=2, etp=1)
+    dense = frozenset(data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1)))
+    geometry = published_model("GLM-4.5" if data.draw(st.booleans()) else "Qwen3-30B-A3B")
+    model = replace(geometry, layers=layers, experts=replace(geometry.experts, count=16, dense_layers=dense))
+    workload = replace(job("Qwen3-30B-A3B"), model=model)
+    candidate = Candidate(layout, recompute=data.draw(st.sampled_from(["none", "selective", "full"])))
+    for phase in ("logprobs", "train", "sync"):
+        totals = [sum(memory_by_phase.count_trainer_parts(workload, candidate, stage, phase).values()) for stage in range(pp)]
+        assert max(totals) == max(totals[stage] for stage in weights.list_extreme_stages(workload, layout))
+
+
 def test_the_search_ranks_what_fits_and_an_engine_takes_several_nodes_where_one_cannot_hold_it():
     """The second search is for a KV cache of 88 GB in addition to the weights, on nodes with one GPU each."""
     results = Planner(job(), NODE).search(3)
@@ -423,6 +444,44 @@ def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there
     assert result.stderr.startswith(f"megatron-rl: {line}") and result.stderr.count("\n") == 1
     assert ("the best layout is --train.layout." in result.stderr) == best == bool(result.stdout)
     assert not best or "The best layout" in result.stdout
+
+
+def plan(model, *options, folder):
+    """Return the output of `plan` without a configured layout, for changes of a published config.json."""
+    (folder / "config.json").write_text(json.dumps({"rope_theta": 1e6, "max_position_embeddings": 40960, **model}))
+    (folder / "run.toml").write_text(f'[model]\npath = "{folder}"\n[precision]\nbackend = "transformer_engine"\n')
+    return CliRunner().invoke(app, ["plan", str(folder / "run.toml"), "--top", "1", *options])
+
+
+@pytest.mark.parametrize(
+    "name, change, options, remedy",
+    [
+        ("Llama-3.1-70B", {"intermediate_size": 29568}, ["--nodes=4"],  # the width of Qwen2.5-72B
+         r"no layout works on 4 .* fits, but model.layers.0.mlp.gate_proj.weight .* export --checkpoint \S+ --output DIR --align 128"),
+        ("Llama-3.2-1B", {}, ["--nodes=1"], "fits, but precision.backend = .* use emulated, or train in BF16"),
+        ("Llama-3.1-70B", {}, ["--nodes=1"], "nothing fits on 1 node .*; give --nodes (2|4)$"),
+        ("Qwen3-8B", {}, ["--nodes=1", "--rollout.max_total_tokens=10000000"], r"; give --rollout.max_total_tokens=\d+$"),
+        ("Qwen3-8B", {"intermediate_size": 1228800}, ["--nodes=1"], "; no more nodes or smaller batches help$"),
+        ("Qwen3-8B", {"quantization_config": {"quant_method": "modelopt"}}, ["--nodes=1"], "config.json quantization_config.quant_method"),
+        ("Qwen3-8B", {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, ["--nodes=1"], "weight_block_size"),
+    ],
+)  # fmt: skip
+def test_what_is_advised_works(name, change, options, remedy, tmp_path):
+    """Advice that is given as options is followed: with it, a layout is found."""
+    failed = plan(PUBLISHED[name] | change, *options, folder=tmp_path)
+    assert failed.exit_code == 2 and re.search(remedy, failed.stderr.strip()), failed.stderr
+    advice = re.search(r"; give (--\S+)[ =](\d+)$", failed.stderr.strip())
+    if advice:
+        followed = plan(PUBLISHED[name] | change, *options, f"{advice[1]}={advice[2]}", folder=tmp_path)
+        assert followed.exit_code == 0, followed.stderr
+
+
+def test_each_side_is_refused_for_its_own_layout():
+    """An engine that cuts a subtree of the sum must not make the planner drop the trainer's layout, or the other way round."""
+    planner = Planner(job("Qwen3-30B-A3B"), NODE)
+    good, engine = Layout(tp=4, etp=1, dp=2, ep=8), Candidate(Layout(tp=4, etp=1, dp=2, ep=8), 8, 1)
+    assert planner.refuses(engine) and not planner.refuses(Candidate(good, 4, 4, 2))
+    assert planner.refuses(Candidate(Layout(tp=4, etp=4, dp=2), 4, 4, 2)) and not planner.refuses(Candidate(good, 4, 4, 2))
 
 
 def test_a_steps_samples_take_what_they_are_sent_as():

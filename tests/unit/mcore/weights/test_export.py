@@ -15,8 +15,9 @@ from support.models import make_checkpoint, read_weights
 from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import list_tokenizer_files, read_config
-from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
