@@ -36,4 +36,5 @@ def test_two_steps(number, tmp_path):
     assert len(steps) == 2 and all(step["sync/proved"] == step["sync/tensors"] > 0 for step in steps)
     assert all(step["grad_norm"] > 0 for step in steps), "nothing is learned"
     bound = 0 if promises_exactness(*load(row, tmp_path)) else LARGEST
-    assert all(step["mismatch/abs_max"] <= bound for step in steps), row
+    compared = [step["mismatch/abs_max"] for step in steps if "mismatch/abs_max" in step]  # tokens of older versions are not compared
+    assert max(compared, default=0) <= bound and len(compared) == (1 if row["ahead"] == "one step" else 2), row
