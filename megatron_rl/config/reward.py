@@ -96,9 +96,9 @@ class RewardConfig(ConfigSection):
     @field_validator("function")
     @classmethod
     def _known(cls, function: str | None) -> str | None:
-        if function is not None:
+        if function:
             _check_settings(REWARDS.check_name(function), set())
-        return function
+        return function or None  # "" on the command line replaces the file's function, so that `functions` can be given
 
     @model_validator(mode="after")
     def _functions(self) -> Self:
