@@ -25,6 +25,7 @@ from megatron_rl.evaluation.sampling import append_completions, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.vocabulary import check_vocabulary
 from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
@@ -172,6 +173,7 @@ def _sample(
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)
                 start, tokenizer = time.perf_counter(), load_tokenizer(checkpoint.tokenizer)
+                check_vocabulary(engine.read_vocabulary(), tokenizer, checkpoint.tokenizer, checkpoint.hf_config)
                 with ExitStack() as own:
                     sampler = make_sampler(config, engine, tokenizer, environments, own)
                     rewards.clear()

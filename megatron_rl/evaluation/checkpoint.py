@@ -14,7 +14,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
-from megatron_rl.hf.read import find_checkpoint_format
+from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
@@ -54,12 +54,13 @@ class EvalCheckpoint:
     def prepare(self, config: Config, temporary: Path) -> Path:
         """Return the folder for the engine: the checkpoint's own folder, or `temporary` with a converted copy."""
         weights = self.base or self.folder
-        if self.loads_directly and self.lora is None:
-            return weights
         if self.loads_directly:
+            unread = HFCheckpoint(weights, read_config(weights)).list_unread_files()  # SGLang would read them
+            if self.lora is None and not unread:
+                return weights
             temporary.mkdir()
-            for file in weights.iterdir():
-                (temporary / file.name).symlink_to(file.resolve())
+            for file in set(weights.iterdir()) - set(unread):
+                (temporary / file.name).symlink_to(file.absolute())
         else:
             convert(weights, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
         if self.lora is not None:

@@ -157,7 +157,7 @@ def convert(
 
         def complete() -> None:
             write_index(temporary, by_file)
-            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description)
+            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description, "--checkpoint")
             stack.close()  # publishes the folder
 
         write_on_rank0(complete)
@@ -181,6 +181,8 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
     if checks:
         checkpoint.check(model)
         checkpoint.check_scales(model.tensors().values(), None)
+        for line in checkpoint.describe_unread(model):
+            print(line, flush=True)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
     mtp = MTPLayers(checkpoint, model)
