@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from parallel.plug import InputError
 
+_ESCAPED = {ord(character): repr(character)[1:-1] for character in "\n\r\0"}
+
 
 class MegatronRLError(Exception):
     """Base class of expected errors. `exit_code` is the exit code of the command line."""
@@ -24,7 +26,8 @@ class UserError(MegatronRLError):
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
-        super().__init__(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
+        line = f"{field}{shown}: {rule}" + (f"; {fix}" if fix else "")
+        super().__init__(line.translate(_ESCAPED))  # names in a user's files may hold line breaks
 
     def __reduce__(self) -> tuple[object, ...]:  # errors are pickled between ranks
         return UserError, (self.field, self.value, self.rule, self.fix)

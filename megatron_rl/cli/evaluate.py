@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -135,7 +136,7 @@ def _sample(
     checkpoints: dict[str, EvalCheckpoint],
     problems: list[Problem],
     folder: Path,
-    chat_template: str | None,
+    chat_template: str | Mapping[str, str] | None,
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return the tallies of all problems and the duration of sampling and scoring in seconds, by checkpoint."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine

@@ -12,7 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.hub import HUB_PREFIX, find_model_folder
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import read_config
+from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
 from megatron_rl.mcore.checkpoint.run_weights import read_state
@@ -104,6 +104,7 @@ def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are never quantized twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
+    read_end_tokens(folder if step is None else folder / "hf", hf_config, option)
     config = config.model_copy(update={"lora": lora})
     facts = Facts.here(config, hf_config=hf_config, path=base or path, option=option, trainer=Layout())
     check(facts, EVAL_MODEL if step is not None and lora is None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)

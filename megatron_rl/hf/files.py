@@ -42,7 +42,7 @@ def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
     """Return config.json of a checkpoint folder. Raise UserError, naming `field`, if it is missing or not a JSON object."""
     path = folder / _CONFIG
     if not os.path.isfile(path):  # Path.is_file raises OSError for a folder that cannot be entered
-        rule = "holds no config.json that can be read" if os.path.isdir(folder) else "does not exist"
+        rule = "holds no config.json" if os.path.isdir(folder) else "does not exist"
         raise UserError(field, str(folder), rule, "give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub")
     return read_object(path, field)
 
@@ -106,7 +106,10 @@ def read_index(folder: Path, field: str) -> dict[str, str]:
     path = folder / INDEX
     if not os.path.isfile(path):
         return {}
-    index = read_object(path, field).get("weight_map")
+    try:
+        index = read_object(path, field).get("weight_map")
+    except UserError as error:
+        raise UserError(field, str(path), f"is not a safetensors index: it {error.rule}", error.fix) from None
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise UserError(field, str(path), "is not a safetensors index", "`weight_map` must map tensor names to file names")
     if outside := [file for file in index.values() if os.path.isabs(file) or ".." in Path(file).parts]:

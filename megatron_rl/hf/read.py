@@ -149,10 +149,11 @@ class HFCheckpoint:
             if reason := kept or _explain_unread(name, model):
                 unread.setdefault(reason, []).append(name)
         lines = [f"not read from {self.folder}: {_shorten(names)}: {reason}" for reason, names in unread.items()]
-        files = self.list_unread_files()
-        lines += [f"not read from {self.folder}: {', '.join(file.name for file in files)}: the index does not name them"] * bool(files)
-        large = [str(file.relative_to(self.folder)) for file in list_large_files(self.folder)]
-        return lines + [f"not copied from {self.folder}: {', '.join(large)}: no tokenizer has files of this size"] * bool(large)
+        if files := ", ".join(file.name for file in self.list_unread_files()):
+            lines.append(f"not read from {self.folder}: {files}: not {SINGLE}, nor named by its index")
+        if large := ", ".join(str(file.relative_to(self.folder)) for file in list_large_files(self.folder)):
+            lines.append(f"not copied from {self.folder}: {large}: no tokenizer has files of this size")
+        return lines
 
     def list_unread_files(self) -> list[Path]:
         """Return the safetensors files beside those of the checkpoint."""

@@ -29,6 +29,9 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
         raise UserError(field, str(folder), f"holds no usable tokenizer ({reason[:200]})", _FIX) from error
     if not known:  # transformers makes an empty tokenizer from config.json alone
         raise UserError(field, str(folder), "holds no usable tokenizer (it has no tokens for a text)", _FIX)
+    template = tokenizer.chat_template
+    if not all(isinstance(text, str | type(None)) for text in (template.values() if isinstance(template, dict) else [template])):
+        raise UserError(field, str(folder), "its chat template is not a text", "correct chat_template in tokenizer_config.json")
     if end is None:
         raise UserError(field, str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
     return tokenizer
@@ -45,7 +48,8 @@ def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
 
 def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
     """Return names and times of change of the files that a tokenizer may be read from."""
-    return tuple((str(file), file.stat().st_mtime_ns) for file in (folder / "config.json", *list_kept_files(folder)))
+    files = (folder / "config.json", *list_kept_files(folder))
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.is_file())
 
 
 @lru_cache(maxsize=4)

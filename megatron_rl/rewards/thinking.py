@@ -6,7 +6,7 @@ Only what follows the thought is judged. A model that learned otherwise would ea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -23,9 +23,11 @@ class Response(NamedTuple):
     thought: str
 
 
-def find_markers(chat_template: str | None) -> ThoughtMarkers:
-    """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`. Return `DEFAULT_MARKERS` if it handles none."""
-    match = _END_IN_TEMPLATE.search(chat_template or "")
+def find_markers(chat_template: str | Mapping[str, str] | None) -> ThoughtMarkers:
+    """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`, or one of several templates by name. Return
+    `DEFAULT_MARKERS` if it handles none."""
+    templates = chat_template.values() if isinstance(chat_template, Mapping) else [chat_template or ""]
+    match = _END_IN_TEMPLATE.search("\n".join(templates))
     return (f"{match[1]}{match[2]}{match[3]}", match[0]) if match else DEFAULT_MARKERS
 
 

@@ -389,9 +389,7 @@ def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
 
 def test_no_name_escapes_into_a_plans_batch_file(tmp_path):
     """The model's folder and the config file may have any name."""
-    for number, name in enumerate(
-        ("two words", "a;touch x", "a\n#SBATCH --nodes=9\ntouch x", "$(touch x)`touch x`", "'\"\\ü", "-x", "..")
-    ):
+    for number, name in enumerate(("two words", "a;touch x", "a\n#SBATCH --nodes=9\ntouch x", "$(touch x)`touch x`", "'\"\\ü", "-x", "..")):
         (folder := tmp_path / str(number) / name).mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "configs" / "models" / "Qwen3-8B" / "config.json", folder)
         (config := folder / "run.toml").write_text((ROOT / "configs" / "qwen3_8b.toml").read_text())
