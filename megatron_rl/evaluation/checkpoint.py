@@ -4,6 +4,7 @@ A folder that the engine can load is used as it is. Anything else is first conve
 FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,11 @@ def check_checkpoint(path: Path, option: str, config: Config) -> EvalCheckpoint:
 def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
     path = pin_hub_model(path, option)
     folder = find_model_folder(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         fix = "give a folder like RUN_DIR/checkpoints/step_00030, a Hugging Face checkpoint, or hf:OWNER/NAME"
-        raise UserError(option, str(folder), "is not a folder" if folder.exists() else "does not exist", fix)
+        raise UserError(option, str(folder), "is not a folder" if os.path.exists(folder) else "does not exist", fix)
     contract, lora, base = PrecisionContract.from_config(config.precision), None, None
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         step, hf_config = None, read_config(folder)
         loads_directly = _loads_directly(folder, option, hf_config, contract)
     else:

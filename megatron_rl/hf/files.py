@@ -72,9 +72,9 @@ def list_kept_files(folder: Path, field: str = "model.path") -> list[Path]:
     return [file for file in kept if file.stat().st_size <= _MOST_BYTES]
 
 
-def list_large_files(folder: Path) -> list[Path]:
+def list_large_files(folder: Path, field: str = "model.path") -> list[Path]:
     """Return the files that `list_kept_files` leaves out only because of their size."""
-    named = (file for file in _walk(folder, "model.path") if not file.name.lower().endswith(_NOT_KEPT))
+    named = (file for file in _walk(folder, field) if not file.name.lower().endswith(_NOT_KEPT))
     return [file for file in named if os.path.isfile(file) and file.stat().st_size > _MOST_BYTES]
 
 

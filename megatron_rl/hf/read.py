@@ -121,9 +121,9 @@ class HFCheckpoint:
             if not _explain_unread(name, model):
                 rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
                 raise self._error(rule, "remove the tensor, or correct config.json")
-        self._check_copies(model)
+        self.check_copies(model)
 
-    def _check_copies(self, model: ModelGeometry) -> None:
+    def check_copies(self, model: ModelGeometry) -> None:
         """Raise UserError if a stored copy of the embedding or output layer, which is not read, differs from the original."""
         originals = {tensor.role: tensor for tensor in model.tensors().values() if tensor.role in ("embedding", "lm_head")}
         copies = {_HEAD: "embedding"} if model.tied and not model.value_head else {}
@@ -151,7 +151,7 @@ class HFCheckpoint:
         lines = [f"not read from {self.folder}: {_shorten(names)}: {reason}" for reason, names in unread.items()]
         if files := ", ".join(file.name for file in self.list_unread_files()):
             lines.append(f"not read from {self.folder}: {files}: not {SINGLE}, nor named by its index")
-        if large := ", ".join(str(file.relative_to(self.folder)) for file in list_large_files(self.folder)):
+        if large := ", ".join(str(file.relative_to(self.folder)) for file in list_large_files(self.folder, self.field)):
             lines.append(f"not copied from {self.folder}: {large}: no tokenizer has files of this size")
         return lines
 

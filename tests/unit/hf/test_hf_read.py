@@ -233,6 +233,12 @@ def test_mtp_layers_match_the_config(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             check({name: header for name, header in (plain | layer | change).items() if header})
+    stored = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (_, shape) in (plain | layer).items()}
+    stored[copies[1]][-1, -1] = 1
+    save_file(stored, tmp_path / "model.safetensors")
+    HFCheckpoint(tmp_path, config).check(model)  # it is kept
+    with pytest.raises(UserError, match=r"layers\.2\.shared_head\.head\.weight differs from lm_head\.weight, of which"):
+        HFCheckpoint(tmp_path, config).check(replace(model, trains_mtp=True))  # it would be replaced
 
 
 def test_rectangles_of_values_and_of_blocks(checkpoints):
