@@ -19,7 +19,7 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     if not folder.is_dir():
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         known = set(tokenizer.encode("1 + 1 = 2", add_special_tokens=False)) - {tokenizer.unk_token_id}
         end = tokenizer.eos_token_id
     except BaseException as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong

@@ -55,7 +55,12 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
     from megatron_rl.hf.tokenizer import load_tokenizer
     from megatron_rl.hf.write import write_all_but_weights
 
-    load_tokenizer(folder := facts.config.model.folder)
+    tokenizer, vocab = load_tokenizer(folder := facts.config.model.folder), facts.model.vocab
+    if tokenizer.vocab_size > vocab or tokenizer.eos_token_id >= vocab:  # added tokens that no prompt uses may lie outside
+        found = f"its tokenizer has {tokenizer.vocab_size} tokens and the end token {tokenizer.eos_token_id}"
+        raise UserError(
+            "model.path", str(folder), f"{found}, but config.json vocab_size is {vocab}", "use config.json and tokenizer of one model"
+        )
     read_end_tokens(folder, facts.hf_config)
     with TemporaryDirectory(prefix="megatron-rl-") as copy:
         write_all_but_weights(Path(copy), facts.hf_config, folder)

@@ -39,7 +39,7 @@ def read_headers_only(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Pat
         (scratch / SINGLE).touch()
         folder = scratch
     headers = mock.patch.object(read, "safe_open", lambda path, framework: _Headers(gpu, derived or _read_headers(path)))
-    with headers, mock.patch.object(read.HFCheckpoint, "check_copies", lambda *_: None):  # there are no values to compare
+    with headers, mock.patch.object(read.HFCheckpoint, "check_copies", return_value=None):  # there are no values to compare
         yield folder
 
 
