@@ -98,7 +98,8 @@ def _walk(folder: Path, field: str) -> Iterator[Path]:
 def list_model_files(folder: Path) -> list[Path]:
     """Return the files that decide what a model computes: config.json, weights, and kept files other than documents."""
     kept = [file for file in list_kept_files(folder) if not file.name.lower().endswith(DOCUMENTS) and file.stem != "LICENSE"]
-    return [folder / _CONFIG, *kept, *(file for file in sorted(folder.glob("*.safetensors")) if os.path.isfile(file))]
+    weights = {*folder.glob("*.safetensors"), *(folder / name for name in read_index(folder, "model.path").values())}
+    return [folder / _CONFIG, *kept, *(file for file in sorted(weights) if os.path.isfile(file))]
 
 
 def read_index(folder: Path, field: str) -> dict[str, str]:
