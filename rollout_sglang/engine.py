@@ -18,6 +18,7 @@ from megatron_rl.config.sync import Running
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
@@ -138,6 +139,9 @@ class SGLangEngine(RankRequests):
 
     def read_activation_formats(self) -> dict[str, str]:
         return self._ask_ranks({"verb": "activation_formats"})[0]
+
+    def read_vocabulary(self) -> list[Vocabulary]:
+        return [Vocabulary(**json.loads(rank["vocabulary"])) for rank in self._ask_ranks({"verb": "vocabulary"})]
 
     def read_graph(self) -> list[PrecisionGraph]:
         return [GRAPH_JSON.validate_json(rank["graph"]) for rank in self._ask_ranks({"verb": "graph"})]

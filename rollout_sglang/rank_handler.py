@@ -6,6 +6,7 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "ping"}
     {"verb": "describe"}                   -> name: "dtype rows cols"
     {"verb": "activation_formats"}         -> module: format of its inputs, for quantized modules only
+    {"verb": "vocabulary"}                 -> "vocabulary": the fields of `megatron_rl.hf.vocabulary.Vocabulary` as JSON
     {"verb": "graph"}                      -> "graph": the precision graph of this rank as JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}   see parallel.transport.base
     {"verb": "start", "hashing": BOOL, "places": null or {"0": [[offset, bytes], ...]}}   starts receiving in the background
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.hf.vocabulary import make_vocabulary
 from megatron_rl.precision.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 from megatron_rl.precision.graph.graph import GRAPH_JSON
 from megatron_rl.rollout.engine import Places, ServedReport
@@ -64,6 +66,7 @@ class RankHandler:
     _receiver: WeightReceiver | None = None  # connection to the trainer
     _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
+    tokenizer: Any = None  # the scheduler's
 
     def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
         """Return the rank's answer to a request. Raise ValueError if the request is invalid. Errors of the transport are passed on."""
@@ -76,6 +79,10 @@ class RankHandler:
                 return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors}
             case "activation_formats":
                 return read_activation_formats(model)
+            case "vocabulary":
+                config = runner.model_config  # SGLang also ends at added tokens with some well-known names (`additional_stop_token_ids`)
+                vocabulary = make_vocabulary(self.tokenizer, config.hf_eos_token_id, config.vocab_size)
+                return {"vocabulary": json.dumps(asdict(vocabulary))}
             case "graph":
                 graph = precision_graph.read_rank_graph(runner, read_activation_formats(model))
                 return {"graph": GRAPH_JSON.dump_json(graph).decode()}
@@ -162,6 +169,12 @@ def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, *
         answers = {FAILED: f"{type(error).__name__}: {error}"}
     parallelism = {"role": kwargs.get("role", "target"), **placement, "rank": placement["tp_rank"], "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
+
+
+def remember_tokenizer(original: Callable[..., None], scheduler: Any) -> None:
+    """Wrap SGLang's Scheduler.init_tokenizer."""
+    original(scheduler)
+    _handler.tokenizer = scheduler.tokenizer
 
 
 def _number(digests: Sequence[str]) -> dict[str, str]:

@@ -68,7 +68,7 @@ run_ranks() {
   local ranks=$((${#rank_nodes[@]} * SLURM_NTASKS_PER_NODE))
   # --wait: the ranks stop together, but rank 0 still writes a report. --cpu-bind: engines are children of rank 0 and need more cores.
   srun --nodelist="$(IFS=,; echo "${rank_nodes[*]}")" --nodes="${#rank_nodes[@]}" --ntasks="$ranks" --input=none \
-    --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
+    --output="${logs//%/%%}/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
     "$python" -m megatron_rl train "$config" "${settings[@]}" "$@" &
   wait_for $!

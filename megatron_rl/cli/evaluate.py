@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -25,6 +26,7 @@ from megatron_rl.evaluation.sampling import append_completions, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.vocabulary import check_vocabulary
 from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
@@ -134,7 +136,7 @@ def _sample(
     checkpoints: dict[str, EvalCheckpoint],
     problems: list[Problem],
     folder: Path,
-    chat_template: str | None,
+    chat_template: str | Mapping[str, str] | None,
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return the tallies of all problems and the duration of sampling and scoring in seconds, by checkpoint."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
@@ -172,6 +174,7 @@ def _sample(
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)
                 start, tokenizer = time.perf_counter(), load_tokenizer(checkpoint.tokenizer)
+                check_vocabulary(engine.read_vocabulary(), tokenizer, checkpoint.tokenizer, checkpoint.hf_config)
                 with ExitStack() as own:
                     sampler = make_sampler(config, engine, tokenizer, environments, own)
                     rewards.clear()

@@ -1,6 +1,8 @@
 """The command `plan`: a dry run of a configuration on a cluster."""
 
 import json
+import os
+import re
 import shlex
 from pathlib import Path
 
@@ -33,9 +35,9 @@ def _render_sbatch(plan: Plan, options: PlanOptions) -> str:
     if not _TEMPLATE.is_file():
         raise UserError("--sbatch", None, f"needs {_TEMPLATE}", "run it from a checkout of the project")
     candidate, cluster = plan.chosen.candidate, plan.cluster
-    template = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True).from_string(_TEMPLATE.read_text())
-    return template.render(
-        name=plan.job.config.model.name,
+    environment = Environment(undefined=StrictUndefined, finalize=quote, keep_trailing_newline=True, trim_blocks=True)
+    return environment.from_string(_TEMPLATE.read_text()).render(
+        name=Path(plan.job.config.model.name),
         cluster=cluster,
         ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
         placement=candidate.placement,
@@ -43,13 +45,23 @@ def _render_sbatch(plan: Plan, options: PlanOptions) -> str:
         engines=candidate.describe_engines(),
         engine_nodes=candidate.engine_nodes(cluster),
         problem=candidate.find_launch_problem(plan.job, cluster),
-        arguments=shlex.join((str(options.path), *options.overrides, *candidate.overrides(plan.job.config))),
+        arguments=(str(options.path), *options.overrides, *candidate.overrides(plan.job.config)),
     )
+
+
+def quote(value: object) -> str:
+    """Return a value as it may stand in a generated shell script: a tuple as quoted words of a command, a path as one word of letters,
+    digits, and `._+-`, for an `#SBATCH` option, and anything else as one line for a comment. The template applies it to every value."""
+    if isinstance(value, tuple):
+        return shlex.join(value)
+    if isinstance(value, Path):
+        return re.sub(r"[^\w.+-]", "_", value.name, flags=re.ASCII) or "megatron-rl"
+    return "".join(character if character.isprintable() else "_" for character in str(value))
 
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
     except OSError as error:
         raise UserError(option, str(path), f"cannot be written ({error.strerror})", "name another file") from None

@@ -4,6 +4,7 @@ A folder that the engine can load is used as it is. Anything else is first conve
 FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from megatron_rl.config.hub import HUB_PREFIX, find_model_folder
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
-from megatron_rl.hf.files import read_config
+from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
@@ -54,12 +56,13 @@ class EvalCheckpoint:
     def prepare(self, config: Config, temporary: Path) -> Path:
         """Return the folder for the engine: the checkpoint's own folder, or `temporary` with a converted copy."""
         weights = self.base or self.folder
-        if self.loads_directly and self.lora is None:
-            return weights
         if self.loads_directly:
+            unread = HFCheckpoint(weights, read_config(weights)).list_unread_files()  # SGLang would read them
+            if self.lora is None and not unread:
+                return weights
             temporary.mkdir()
-            for file in weights.iterdir():
-                (temporary / file.name).symlink_to(file.resolve())
+            for file in set(weights.iterdir()) - set(unread):
+                (temporary / file.name).symlink_to(file.absolute())
         else:
             convert(weights, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
         if self.lora is not None:
@@ -84,11 +87,11 @@ def check_checkpoint(path: Path, option: str, config: Config) -> EvalCheckpoint:
 def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
     path = pin_hub_model(path, option)
     folder = find_model_folder(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         fix = "give a folder like RUN_DIR/checkpoints/step_00030, a Hugging Face checkpoint, or hf:OWNER/NAME"
-        raise UserError(option, str(folder), "is not a folder" if folder.exists() else "does not exist", fix)
+        raise UserError(option, str(folder), "is not a folder" if os.path.exists(folder) else "does not exist", fix)
     contract, lora, base = PrecisionContract.from_config(config.precision), None, None
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         step, hf_config = None, read_config(folder)
         loads_directly = _loads_directly(folder, option, hf_config, contract)
     else:
@@ -103,6 +106,7 @@ def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are never quantized twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
+    read_end_tokens(folder if step is None else folder / "hf", hf_config, option)
     config = config.model_copy(update={"lora": lora})
     facts = Facts.here(config, hf_config=hf_config, path=base or path, option=option, trainer=Layout())
     check(facts, EVAL_MODEL if step is not None and lora is None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)

@@ -17,16 +17,19 @@ from typing import Any
 
 from megatron_rl.config.hub import HUB_PREFIX, HubModel, find_model_folder
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import INDEX, SINGLE, TOKENIZER_FILES, read_index
+from megatron_rl.hf.files import DOCUMENTS, SINGLE, WEIGHTS, read_index
+
+_LARGE = [".*", *(f"*{suffix}" for suffix in (*WEIGHTS, *DOCUMENTS))]
+"""Patterns of files that are downloaded late or never."""
 
 
 def pin_hub_model(path: Path, field: str = "model.path") -> Path:
-    """Return `hf:OWNER/NAME@COMMIT`, with config.json, index and tokenizer in the cache. A local folder is returned unchanged. Raises
+    """Return `hf:OWNER/NAME@COMMIT`, with all files but weights and documents in the cache. A local folder is returned unchanged. Raises
     UserError, naming `field`, for a malformed name or a model that cannot be downloaded."""
     if (model := _parse(path, field)) is None:
         return path
     with _node_lock(model):
-        folder = _download(model, ["config.json", INDEX, *TOKENIZER_FILES], path, field)
+        folder = _download(model, None, path, field)
     if not (folder / "config.json").is_file():
         raise UserError(field, str(path), "holds no config.json", "name a model with config.json, tokenizer and safetensors weights")
     return Path(f"{HUB_PREFIX}{model.repository}@{folder.name}")
@@ -67,21 +70,23 @@ def _find_missing(folder: Path, files: Sequence[str]) -> list[str]:
     return [file for file in files if not (folder / file).is_file()]
 
 
-def _download(model: HubModel, files: list[str], path: Path, field: str) -> Path:
-    """Download those of `files` that the model has. Return the commit's folder in the cache."""
+def _download(model: HubModel, files: list[str] | None, path: Path, field: str) -> Path:
+    """Download those of `files` that the model has, or all but weights and documents. Return the commit's folder in the cache."""
     from huggingface_hub import snapshot_download  # imported here, because most runs do not need it
     from huggingface_hub.utils import logging, tqdm
 
     logging.set_verbosity_error()  # otherwise every retry prints a line
+
+    patterns: dict[str, Any] = {"allow_patterns": files} if files else {"ignore_patterns": _LARGE}
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **{**settings, "disable": not sys.stderr.isatty()})
 
     try:
-        return Path(snapshot_download(model.repository, revision=model.revision, allow_patterns=files, tqdm_class=Bar))
+        return Path(snapshot_download(model.repository, revision=model.revision, tqdm_class=Bar, **patterns))
     except Exception as error:  # huggingface_hub's and httpx's own errors, OSErrors and ValueErrors
-        raise _to_user_error(error, model, files[0], path, field) from error
+        raise _to_user_error(error, model, files[0] if files else "config.json", path, field) from error
 
 
 @contextmanager

@@ -6,8 +6,10 @@ value = byte's value * scale of its 128x128 block. `precision.contract.QUANTIZED
 """
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
-from megatron_rl.hf.files import INDEX, SINGLE, read_index
+from megatron_rl.hf.files import INDEX, SINGLE, list_large_files, read_index
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
@@ -28,7 +30,28 @@ from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
+_HEAD = "lm_head.weight"
+_MTP_IS_KEPT = "the layers for multi-token prediction are not trained; checkpoints and exports keep them"
 _STRIP = 1 << 22  # elements to read or check at a time
+
+
+def _explain_unread(name: str, model: ModelGeometry) -> str:
+    """Return why a stored tensor outside the MTP layers is not read, or "" if it is read or unknown."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "config.json determines the rotary frequencies"
+    if name == _HEAD and model.value_head:
+        return "the model has a value head instead"
+    if name == _HEAD and model.tied:
+        return "it equals the embedding, to which tie_word_embeddings ties it"
+    return ""
+
+
+def _shorten(names: Sequence[str]) -> str:
+    """Return the names of tensors. Those that differ only in numbers are represented by the first."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    return ", ".join(each[0] + f" and {len(each) - 1} of other numbers" * (len(each) > 1) for each in alike.values())
 
 
 class HFCheckpoint:
@@ -43,18 +66,21 @@ class HFCheckpoint:
         self.format = find_checkpoint_format(hf_config)
         """Format of the weights listed in `QUANTIZED_ROLES`, or None if the checkpoint is not quantized."""
         self._open: dict[Path, Any] = {}
-        index = read_index(folder, field)
-        if not index and not (folder / SINGLE).is_file():
+        index, single = read_index(folder, field), folder / SINGLE
+        if not index and not os.path.isfile(single):
             raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "name a folder with safetensors weights")
-        single = folder / SINGLE
+        if index and os.path.isfile(single) and SINGLE not in index.values():  # transformers reads the file, SGLang follows the index
+            raise self._error(f"holds both {SINGLE} and an index of other files", "remove one of them")
+        if os.path.isfile(folder / "adapter_config.json"):  # transformers would load the adapters too
+            raise self._error("holds adapter_config.json beside the weights", "merge the adapters into the weights, or move them")
         self._file_of = {name: folder / file for name, file in index.items()} or dict.fromkeys(self._open_file(single).keys(), single)
 
     def _open_file(self, path: Path) -> Any:
         if path not in self._open:
             try:
                 self._open[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                fix = "the file is missing, truncated or not a safetensors file"
+            except (SafetensorError, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+                fix = "the file is missing, truncated, unreadable or not a safetensors file"
                 raise UserError(self.field, str(path), f"cannot be read ({error})", fix) from None
         return self._open[path]
 
@@ -62,9 +88,9 @@ class HFCheckpoint:
         """Read the headers of all files, and compare names, shapes and dtypes with config.json.
 
         Raises UserError for the first file that is missing or damaged, or the first tensor that is missing, unexpected or of the wrong
-        shape or dtype. Ignores rotary frequencies, and `lm_head.weight` if the model is tied or has a value head. A missing value head is
-        read as zeros. MTP layers may be missing as a whole, may lack copies of other weights, and may be unquantized in a quantized
-        checkpoint.
+        shape or dtype. `describe_unread` lists the tensors that are not read; one that should equal another tensor is compared with it. A
+        missing value head is read as zeros. MTP layers may be missing as a whole, may lack copies of other weights, and may be unquantized
+        in a quantized checkpoint.
         """
         found = self._check_files()
         expected = set()
@@ -72,10 +98,46 @@ class HFCheckpoint:
             expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
         expected |= self._check_mtp_layers(model)
         for name in sorted(found.keys() - expected):
-            unused_head = (model.tied or model.value_head) and name == "lm_head.weight"
-            if not unused_head and not name.endswith("rotary_emb.inv_freq"):
+            if not _explain_unread(name, model):
                 rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
                 raise self._error(rule, "remove the tensor, or correct config.json")
+        self.check_copies(model)
+
+    def check_copies(self, model: ModelGeometry) -> None:
+        """Raise UserError if a stored copy of the embedding or output layer, which is not read, differs from the original."""
+        originals = {tensor.role: tensor for tensor in model.tensors().values() if tensor.role in ("embedding", "lm_head")}
+        copies = {_HEAD: "embedding"} if model.tied and not model.value_head else {}
+        for number in range(model.mtp_layers if model.trains_mtp else 0):
+            copies |= {name: tensor.role for name, tensor in list_copies(model, number).items()}
+        for name, role in copies.items():
+            original = originals.get(role, originals["embedding"])  # of a tied model
+            if name not in self._file_of or name == original.name:
+                continue
+            self._check_tensor(name, [original.rows, original.cols], _HIGH)
+            step, views = max(_STRIP // original.cols, 1), (self._slice(name), self._slice(original.name))
+            for row in range(0, original.rows, step):
+                copy, value = (view[row : row + step] for view in views)
+                if not torch.equal(copy.float(), value.float()):
+                    fix = "set tie_word_embeddings to false in config.json, or remove the tensor" if name == _HEAD else "remove the tensor"
+                    raise self._error(f"tensor {name} differs from {original.name}, of which config.json makes it a copy", fix)
+
+    def describe_unread(self, model: ModelGeometry) -> list[str]:
+        """Return one line for each reason why tensors or files are not read. Reads only headers."""
+        unread: dict[str, list[str]] = {}
+        for name in sorted(self._check_files()):
+            kept = _MTP_IS_KEPT * (model.is_mtp_tensor(name) and not model.trains_mtp)
+            if reason := kept or _explain_unread(name, model):
+                unread.setdefault(reason, []).append(name)
+        lines = [f"not read from {self.folder}: {_shorten(names)}: {reason}" for reason, names in unread.items()]
+        if files := ", ".join(file.name for file in self.list_unread_files()):
+            lines.append(f"not read from {self.folder}: {files}: not {SINGLE}, nor named by its index")
+        if large := ", ".join(str(file.relative_to(self.folder)) for file in list_large_files(self.folder, self.field)):
+            lines.append(f"not copied from {self.folder}: {large}: no tokenizer has files of this size")
+        return lines
+
+    def list_unread_files(self) -> list[Path]:
+        """Return the safetensors files beside those of the checkpoint."""
+        return sorted(set(self.folder.glob("*.safetensors")) - set(self._file_of.values()))
 
     def _check_mtp_layers(self, model: ModelGeometry) -> set[str]:
         if not any(model.is_mtp_tensor(name) for name in self._file_of):
@@ -104,7 +166,7 @@ class HFCheckpoint:
         """Return {tensor: file} from the files' headers. Raise UserError if it differs from the index."""
         found: dict[str, Path] = {}
         for path in sorted(set(self._file_of.values())):
-            if not path.is_file():
+            if not os.path.isfile(path):
                 raise UserError(self.field, str(self.folder / INDEX), f"names {path.name}, which is missing", "the download is incomplete")
             for name in self._open_file(path).keys():  # noqa: SIM118 - not a dict
                 if name in found:
@@ -149,7 +211,7 @@ class HFCheckpoint:
             if not (torch.isfinite(scale * largest) & (scale > 0)).all():
                 raise self._error(f"tensor {name} holds a scale that is inf, NaN or not positive", "the checkpoint is damaged")
             if wanted is not None and wanted.scale_format == "pow2" and not (torch.frexp(scale).mantissa == 0.5).all():
-                to_bf16 = f"megatron-rl export --checkpoint {self.folder} --output DIR --precision bf16"
+                to_bf16 = f"megatron-rl export --checkpoint {shlex.quote(str(self.folder))} --output DIR --precision bf16"
                 fix = f'set precision.scale_format = "fp32", or dequantize the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are not powers of two, precision.scale_format is "pow2"', fix)
 

@@ -1,15 +1,19 @@
-"""Loads the tokenizer of a checkpoint folder with transformers."""
+"""Loads the tokenizer of a checkpoint folder with transformers, and compares the tokenizer of a copy with the source's."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import list_kept_files
 
 _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
-_PROBE = "1 + 1 = 2"
+_PLAIN = "1 + 1 = 2"
+_PROBE = "1 + 1 = 2\n\tUn élève, 東京\u3000🙂  def f(x):\r\n    return x**2  # <b>x</b>"
 
 
 def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokenizerBase:
@@ -18,20 +22,25 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     if not folder.is_dir():
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        ids = tokenizer.encode(_PLAIN, add_special_tokens=False)
+        end = tokenizer.eos_token_id
+    except BaseException as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # from the Rust code of tokenizers
+            raise
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(field, str(folder), f"holds no usable tokenizer ({reason[:200]})", _FIX) from error
-    ids = tokenizer.encode(_PROBE, add_special_tokens=False)
-    if not set(ids) - {tokenizer.unk_token_id}:
-        # transformers makes an empty tokenizer from config.json alone
+    if not set(ids) - {tokenizer.unk_token_id}:  # transformers makes an empty tokenizer from config.json alone
         raise UserError(field, str(folder), "holds no usable tokenizer (it has no tokens for a text)", _FIX)
-    if tokenizer.eos_token_id is None:
+    template = tokenizer.chat_template
+    if not all(isinstance(text, str | type(None)) for text in (template.values() if isinstance(template, dict) else [template])):
+        raise UserError(field, str(folder), "its chat template is not a text", "correct chat_template in tokenizer_config.json")
+    if end is None:
         raise UserError(field, str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
     file = folder / "tokenizer.json"
     # for some classes, transformers takes only the vocabulary from tokenizer.json: a byte-level one then loses all blanks
-    loses = tokenizer.decode(ids).strip() != _PROBE and file.is_file()
-    if loses and Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
+    loses = tokenizer.decode(ids).strip() != _PLAIN and file.is_file()
+    if loses and Tokenizer.from_file(str(file)).encode(_PLAIN, add_special_tokens=False).ids != ids:
         rule = f"transformers reads its tokenizer.json as {type(tokenizer).__name__}, which encodes other tokens than the file says"
         raise UserError(field, str(folder), rule, 'set "tokenizer_class" to "PreTrainedTokenizerFast" in tokenizer_config.json')
     _add_bos(tokenizer, folder / "tokenizer_config.json")
@@ -44,3 +53,37 @@ def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
     wanted = settings.is_file() and json.loads(settings.read_text()).get("add_bos_token") is True
     if wanted and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in tokenizer.encode(""):
         tokenizer.add_bos_token = True
+
+
+def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
+    """Raise UserError, naming `field`, if the copy of a checkpoint folder has another tokenizer than the source, or none."""
+    found = _describe(copy, _stamp(copy))
+    for what, wanted in _describe(source, _stamp(source)).items():
+        if found.get(what) != wanted:
+            rule = f"a copy of its files in {copy} has another tokenizer: {what} differs"
+            raise UserError(field, str(source), rule, "replace linked subfolders and files larger than 128 MiB by what transformers saves")
+
+
+def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
+    """Return names and times of change of the files that a tokenizer may be read from."""
+    files = (folder / "config.json", *list_kept_files(folder))
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.is_file())
+
+
+@lru_cache(maxsize=4)
+def _describe(folder: Path, _: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+    """Return what decides how a folder's tokenizer reads and writes text. Empty if transformers cannot load it without the folder's own
+    code. The result is kept for the checkpoints of a run."""
+    try:
+        tokenizer = load_tokenizer(folder)
+    except UserError:
+        return {}
+    added = tokenizer.get_added_vocab()
+    text = _PROBE + "".join(added)
+    return {
+        "the vocabulary": tokenizer.get_vocab(),
+        "the set of added tokens": added,
+        "the set of special tokens": (tokenizer.special_tokens_map, tokenizer.all_special_ids),
+        "the encoding of a text": [tokenizer.encode(text, add_special_tokens=special) for special in (False, True)],
+        "the chat template": tokenizer.chat_template,
+    }

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.hf.files import INDEX, SINGLE, list_tokenizer_files
+from megatron_rl.hf.files import INDEX, SINGLE, list_kept_files
 from megatron_rl.precision.contract import PrecisionContract
 
 if TYPE_CHECKING:
@@ -41,12 +41,17 @@ def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) 
     return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
 
 
-def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
-    """Write config.json into an existing folder and copy the tokenizer files, which is all that an engine needs to start without
-    weights."""
+def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None, field: str = "model.path") -> None:
+    """Write config.json into an existing folder and copy all files but weights from `tokenizer_from`, which is all that an engine needs to
+    start without weights. Raise UserError, naming `field`, if a file cannot be read or the copy has another tokenizer."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for file in list_tokenizer_files(tokenizer_from) if tokenizer_from else ():
-        shutil.copy(file, folder / file.name)
+    if tokenizer_from is not None:
+        from megatron_rl.hf.tokenizer import check_copy  # imports transformers
+
+        for file in list_kept_files(tokenizer_from, field):
+            (target := folder / file.relative_to(tokenizer_from)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        check_copy(tokenizer_from, folder, field)
 
 
 def write_checkpoint(

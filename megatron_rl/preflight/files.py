@@ -2,9 +2,11 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import read_config
+from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.plugs import AGENTS, TRACKERS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.model_geometry import ModelGeometry, as_critic
@@ -48,10 +50,20 @@ def loss_and_advantage_can_be_computed(facts: Facts) -> None:
 
 @rule(Needs.TASK | Needs.TRAINER)
 def tokenizer_can_be_loaded(facts: Facts) -> None:
-    """Not needed by `eval`, which loads the tokenizers of its checkpoints immediately after the checks."""
+    """Load the tokenizer, and write a copy of its files as for an engine. Not needed by `eval`, which loads the tokenizers of its
+    checkpoints immediately after the checks."""
     from megatron_rl.hf.tokenizer import load_tokenizer
+    from megatron_rl.hf.write import write_all_but_weights
 
-    load_tokenizer(facts.config.model.folder)
+    tokenizer, vocab = load_tokenizer(folder := facts.config.model.folder), facts.model.vocab
+    if tokenizer.vocab_size > vocab or tokenizer.eos_token_id >= vocab:  # added tokens that no prompt uses may lie outside
+        found = f"its tokenizer has {tokenizer.vocab_size} tokens and the end token {tokenizer.eos_token_id}"
+        raise UserError(
+            "model.path", str(folder), f"{found}, but config.json vocab_size is {vocab}", "use config.json and tokenizer of one model"
+        )
+    read_end_tokens(folder, facts.hf_config)
+    with TemporaryDirectory(prefix="megatron-rl-") as copy:
+        write_all_but_weights(Path(copy), facts.hf_config, folder)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

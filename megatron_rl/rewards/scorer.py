@@ -31,7 +31,7 @@ class Scorer:
     """Scores completions as configured. A context manager that owns the worker processes; entering starts them without waiting for them.
     `notify` receives how many completions of a call got no verdict, and why. `chat_template` is the tokenizer's, for `reward.thinking`."""
 
-    def __init__(self, config: RewardConfig, notify: Callable[[str], None], chat_template: str | None = None) -> None:
+    def __init__(self, config: RewardConfig, notify: Callable[[str], None], chat_template: str | Mapping[str, str] | None = None) -> None:
         self._thinking = _find_thinking(config, chat_template)
         self._config, self._notify, self._parts, self._judges = config, notify, config.parts, config.judges
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
@@ -181,7 +181,7 @@ def check_verdicts(rewards_B: Sequence[Reward], config: RewardConfig) -> None:
         raise RunError(f"{failed} of {total} completions got no verdict{allowed}; the most frequent reason: {reason} ({count})")
 
 
-def _find_thinking(config: RewardConfig, chat_template: str | None) -> ThoughtMarkers | None:
+def _find_thinking(config: RewardConfig, chat_template: str | Mapping[str, str] | None) -> ThoughtMarkers | None:
     if config.thinking == "none":
         return None
     return find_markers(chat_template) if config.thinking == "auto" else config.thinking

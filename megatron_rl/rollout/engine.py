@@ -14,6 +14,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import AbortedError, RunError, UserError
+from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -95,6 +96,9 @@ class Engine(Protocol):
 
     def read_activation_formats(self) -> dict[str, str]:
         """Return the format of the activation scales ("pow2" or "fp32") of every live FP8 linear layer."""
+
+    def read_vocabulary(self) -> list[Vocabulary]:
+        """Return the tokens that each engine rank knows, and those at which it ends a completion."""
 
     def read_graph(self) -> list[PrecisionGraph]:
         """Return the precision graph of each engine rank's live modules."""

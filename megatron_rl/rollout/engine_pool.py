@@ -20,6 +20,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import (
     Abort,
@@ -213,6 +214,9 @@ class EnginePool:
         if len(formats_by_engine) == 1:
             return formats_by_engine[0]
         return {f"engine {number}: {name}": used for number, formats in enumerate(formats_by_engine) for name, used in formats.items()}
+
+    def read_vocabulary(self) -> list[Vocabulary]:
+        return list(chain.from_iterable(self._call_all(lambda _, engine: engine.read_vocabulary())))
 
     def read_graph(self) -> list[PrecisionGraph]:
         self._graphs = self._call_all(lambda _, engine: engine.read_graph())

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.actor import Actor, Critic, Policy
 from megatron_rl.mcore.model import build_model, freeze
 from megatron_rl.mcore.names import ModelChunks
@@ -19,7 +20,7 @@ from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
-from parallel.model_geometry import as_critic, with_trained_mtp
+from parallel.model_geometry import ModelGeometry, as_critic, with_trained_mtp
 from parallel.shards import Shard
 
 
@@ -50,6 +51,17 @@ def load_teacher(config: Config, layout: Layout) -> Policy | None:
     if config.teacher is None:
         return None
     return _load_frozen(config, layout, read_config(config.teacher.path, "teacher.path"), config.teacher.path)
+
+
+def describe_unread(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each reason why the run does not read a tensor or file of its models. Reads only headers."""
+    models = [(config.model.folder, "model.path", config.make_trained_geometry(hf_config))]
+    if config.teacher is not None:
+        models.append((path := config.teacher.path, field := "teacher.path", ModelGeometry.from_hf_config(read_config(path, field))))
+    if config.algorithm.has_critic and config.critic.path is not None:
+        path, field = config.critic.path, "critic.path"
+        models.append((path, field, ModelGeometry.from_hf_config(as_critic(read_config(path, field)))))
+    return [line for folder, field, model in models for line in HFCheckpoint(folder, {}, field).describe_unread(model)]
 
 
 def _load_frozen(config: Config, layout: Layout, hf_config: Mapping[str, Any], folder: Path) -> Policy:

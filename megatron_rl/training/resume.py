@@ -83,13 +83,13 @@ def hash_models(config: Config) -> dict[str, str]:
     if config.algorithm.has_critic and config.critic.path is not None:
         folders["critic.path"] = config.critic.path
     rank, size = get_rank_and_size()
-    files = [(field, file) for field, folder in folders.items() for file in list_model_files(folder)]
+    files = [(field, folder, file) for field, folder in folders.items() for file in list_model_files(folder)]
     hashes: dict[str, dict[str, str]] = {field: {} for field in folders}
     with errors_on_all_ranks():
-        for field, file in files[rank::size]:
+        for field, folder, file in files[rank::size]:
             try:
                 with file.open("rb") as opened:
-                    hashes[field][file.name] = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
+                    hashes[field][str(file.relative_to(folder))] = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
             except OSError as error:
                 raise UserError(field, str(file), f"cannot be read ({error.strerror})", "check its permissions") from None
     for part in gather_from_ranks(hashes):

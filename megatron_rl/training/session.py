@@ -21,6 +21,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.vocabulary import check_vocabulary
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
@@ -51,7 +52,7 @@ from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
-from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
+from megatron_rl.training.policies import describe_unread, load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_code, hash_models
@@ -123,6 +124,8 @@ class Session:
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantized weights")
+        for line in describe_unread(config, hf_config) if get_rank() == 0 else ():
+            self.notify(line)
         actor, shards = load_actor(config, layout, hf_config)
         critic = load_critic(config, layout, hf_config)
         state = self._load_checkpoint(actor, critic)
@@ -192,6 +195,7 @@ class Session:
         engines = start_engines(config, model, self.folder, self.notify, empty=True, version=0 if state is None else state.version)
         self.log.value.record_launch(engine_seeds=engines.seeds)
         self._resources.callback(engines.stop)
+        check_vocabulary(engines.read_vocabulary(), tokenizer, config.model.folder, hf_config)
         sampler = make_sampler(config, engines, tokenizer, environments, self._resources)
         worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify)
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)

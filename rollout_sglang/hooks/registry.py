@@ -32,6 +32,7 @@ def _list_hooks() -> list[Hook]:
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
+        ("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", rank_handler.remember_tokenizer, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),
         (_ATTENTION + "__init__", e4m3_cache.add_scales, "AROUND"),
         (_ATTENTION + "forward", e4m3_cache.attend_in_units, "AROUND"),

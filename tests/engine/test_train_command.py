@@ -11,9 +11,13 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from support import train_command
-from support.models import TENSORS, read_weights
+from support.models import TENSORS, edit_config, make_checkpoint, make_slow_tokenizer, read_weights
 from support.processes import ROOT, Command, Done
 from support.train_command import finish, read_json, read_rows
+
+from megatron_rl.hf.files import list_kept_files
+from megatron_rl.hf.tokenizer import check_copy
+from megatron_rl.mcore.weights.export import export_checkpoint
 
 pytestmark = pytest.mark.timeout(6000)
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -168,3 +172,27 @@ def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
         "start with torchrun --nproc-per-node 2, or change train.layout"
     ]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.long
+def test_a_tokenizer_of_many_files_is_the_same_in_engine_checkpoint_and_export(tmp_path):
+    """The end tokens are added ones, of which only added_tokens.json and the lists in two configs know. The engine ends at each."""
+    model = make_checkpoint(tmp_path / "model")
+    make_slow_tokenizer(model)
+    edit_config(model, {"eos_token_id": 259})
+    (model / "generation_config.json").write_text('{"eos_token_id": [257, 259]}')
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "consolidated.safetensors").write_bytes(b"not read")
+    done = finish(train_command.train(tmp_path, {"rollout.max_new_tokens": 100, "checkpoint.every": 1}))
+    assert done.code == 0, done.err
+    run = train_command.latest(tmp_path)
+    assert all(row["mismatch/abs_max"] == 0 for row in read_rows(run)[1:])
+    assert (run / "run.log").read_text().count("consolidated.safetensors: not model.safetensors, nor named by its index") == 1
+    export_checkpoint(run / "checkpoints" / "step_00002", tmp_path / "out", "bf16")
+    for copy in (run / "engine_model", run / "checkpoints" / "step_00002" / "hf", tmp_path / "out"):
+        check_copy(model, copy)
+        kept = {str(file.relative_to(copy)): file.read_bytes() for file in list_kept_files(copy)}
+        assert kept == {str(file.relative_to(model)): file.read_bytes() for file in list_kept_files(model)} and len(kept) == 7
+    assert "stop" in {sample["finish_reason"] for sample in read_rows(run, "samples.jsonl")}

@@ -45,6 +45,18 @@ def make_checkpoint(folder, seed=0, **widths):
     return folder
 
 
+def make_slow_tokenizer(folder):
+    """Replace a folder's byte tokenizer by one of four files, as older checkpoints have it. Its end token, 258, is an added one."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    for file in folder.glob("tokenizer*.json"):
+        file.unlink()
+    added = {token: 256 + number for number, token in enumerate((*SPECIAL_TOKENS, "<|more|>"))}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0]}
+    for name, content in {"vocab.json": vocabulary, "added_tokens.json": added, "tokenizer_config.json": settings}.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
 def make_bf16_checkpoint(folder, **widths):
     """Write a checkpoint of `make_checkpoint` in BF16."""
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(make_checkpoint(folder, **widths)).items()}

@@ -1,6 +1,5 @@
 """Saves a run's checkpoint and loads it into the ranks of a resumed run. `run_weights.py` describes the files."""
 
-import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, is_rank0, write_on_rank0
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.hf.files import list_tokenizer_files
 from megatron_rl.hf.mtp_layers import MTPCopy
+from megatron_rl.hf.write import write_all_but_weights
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState, fill_in_place
@@ -36,7 +35,7 @@ class CheckpointWriter:
     raise RunError on every rank if writing fails; earlier checkpoints stay.
 
     Args:
-        source: Hugging Face folder of the model; its tokenizer and MTP layers are copied.
+        source: Hugging Face folder of the model; its MTP layers and all files but weights are copied.
         state: JSON with at least `precision`; only rank 0's is written.
         optimizer, rng_state: needed to resume from the checkpoint. `rng_state` is the result of `capture_rng_state`.
         keep: number of newest checkpoints to keep; 0 keeps all.
@@ -105,9 +104,10 @@ class CheckpointWriter:
         checkpoints.clear_unfinished(self.folder.parent)
         (self._temporary / "mcore").mkdir(parents=True)
         (self._temporary / "hf").mkdir()
-        (self._temporary / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
-        for file in list_tokenizer_files(self._source):
-            shutil.copy(file, self._temporary / "hf" / file.name)
+        try:
+            write_all_but_weights(self._temporary / "hf", self._hf_config, self._source)
+        except UserError as error:  # the folder was valid when the run started
+            raise RunError(str(error)) from None
 
     def _complete(self, files: dict[str, dict[str, Any]]) -> None:
         others = [name for name in checkpoints.list_files(self._temporary) if name not in files]

@@ -12,6 +12,7 @@ as long as the loaded master equals their values. A run with `[lora]` stores onl
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Container
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_object
 from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -40,12 +42,13 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
     """Return (state.json, its precision section) of a checkpoint. Raise UserError if they are missing or unreadable, or if the checkpoint
     holds only adapters and `of_adapters` is False."""
     path = folder / "state.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
     try:
-        state = json.loads(path.read_text())
+        state = read_object(path, "--checkpoint")
         precision = PrecisionConfig.model_validate_json(json.dumps(state["precision"]))
-    except (json.JSONDecodeError, KeyError, ValidationError) as error:
+        int(state.get("step", 0))
+    except (KeyError, ValidationError, TypeError, ValueError) as error:
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
     if "lora" in state and not of_adapters:
         rule = "contains only the adapters of a run with [lora]"

@@ -75,7 +75,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
                 raise UserError("--align", alignment.block, "cannot widen adapters", "omit --align")
             write_on_rank0(lambda: export_adapters(checkpoint, output))
             return
-        if alignment and precision != "bf16" and not (checkpoint / "config.json").is_file():
+        if alignment and precision != "bf16" and not os.path.isfile(checkpoint / "config.json"):
             rule, fix = "cannot widen quantized blocks of a run", "use --precision bf16, then export the result again"
             raise UserError("--align", alignment.block, rule, fix)
         convert(checkpoint, output, precision_fields, alignment)
@@ -112,7 +112,7 @@ def convert(
     checkpoint is damaged, does not fit its model, or is quantized already, and RunError on every rank if the disk is full. On an error,
     nothing is left behind."""
     rank, world = get_rank_and_size()
-    is_run = not (folder / "config.json").is_file()
+    is_run = not os.path.isfile(folder / "config.json")
     with errors_on_all_ranks():
         if is_run:
             _check_run(folder, rank, world)
@@ -157,7 +157,7 @@ def convert(
 
         def complete() -> None:
             write_index(temporary, by_file)
-            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description)
+            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description, "--checkpoint")
             stack.close()  # publishes the folder
 
         write_on_rank0(complete)
@@ -181,6 +181,8 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
     if checks:
         checkpoint.check(model)
         checkpoint.check_scales(model.tensors().values(), None)
+        for line in checkpoint.describe_unread(model):
+            print(line, flush=True)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
     mtp = MTPLayers(checkpoint, model)
@@ -219,7 +221,7 @@ def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool)
 
 def holds_adapters(folder: Path) -> bool:
     """Return whether a checkpoint holds adapters only."""
-    return (folder / "state.json").is_file() and "lora" in read_state(folder, of_adapters=True)[0]
+    return os.path.isfile(folder / "state.json") and "lora" in read_state(folder, of_adapters=True)[0]
 
 
 def read_settings(state: dict[str, Any]) -> LoraConfig:

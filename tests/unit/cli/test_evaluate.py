@@ -13,7 +13,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
-from megatron_rl.hf.files import list_tokenizer_files, read_config
+from megatron_rl.hf.files import list_kept_files, read_config
 from megatron_rl.mcore.weights.export import convert
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def write_run_checkpoint(folder: Path, model: Path, **precision: object) -> Path
     """Write a run's checkpoint without its weights, which these tests do not read."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
-    for file in list_tokenizer_files(model):
+    for file in list_kept_files(model):
         (folder / "hf" / file.name).write_text(file.read_text())
     (folder / "state.json").write_text(json.dumps({"step": 30, "precision": precision}))
     return folder
@@ -109,7 +109,7 @@ def test_errors_in_checkpoints_name_the_option(model, tmp_path):
         check_checkpoint(broken, "--baseline", config())
     saved = write_run_checkpoint(tmp_path / "step_00030", model)
     (saved / "state.json").write_text("{")
-    with pytest.raises(UserError, match="^--baseline = .*cannot be read"):
+    with pytest.raises(UserError, match="^--baseline = .*state.json': is not valid JSON"):
         check_checkpoint(saved, "--baseline", config())
 
 

@@ -30,6 +30,7 @@ from parallel.mtp_layers import list_mtp_tensors
 from parallel.shards import Rect, Region, take_all
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 SCALES = GATE + "_scale_inv"
 
 
@@ -76,15 +77,34 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
 
 
+def make_tied(folder: Path) -> Path:
+    """Return a copy of a split checkpoint as one file whose output layer equals the embedding."""
+    weights = {name: tensor for file in folder.glob("model-*") for name, tensor in load_file(file).items()}
+    (tied := folder.parent / "tied").mkdir()
+    save_file({**weights, HEAD: weights[EMBEDDING].clone()}, tied / "model.safetensors")
+    return tied
+
+
 @both
 def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
-    """`check` raises if anything is wrong. It ignores buffers, and lm_head if the embedding is tied."""
+    """`check` raises if anything is wrong. It ignores buffers, and a copy of the embedding if the model is tied; each is named."""
     check(folder)
     change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64), "model.rotary_emb.inv_freq": torch.zeros(64)})
     check(folder)
+    assert opened(folder).describe_unread(geometry(folder)) == [
+        f"not read from {folder}: model.layers.0.self_attn.rotary_emb.inv_freq, model.rotary_emb.inv_freq: "
+        "config.json determines the rotary frequencies"
+    ]
+    change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": None, "model.rotary_emb.inv_freq": None})
     check(split(folder, 3))
+    (folder / "consolidated.safetensors").write_bytes(b"not read")
     edit_config(folder, {"tie_word_embeddings": True})
-    check(folder)
+    assert f"tensor {HEAD} differs from {EMBEDDING}, of which config.json makes it a copy; set tie_word_embeddings" in refused(folder)
+    shutil.copy(folder / "config.json", tied := make_tied(folder))
+    check(tied)
+    reasons = [line.partition(f"{tied}: ")[2] for line in opened(tied).describe_unread(geometry(tied))]
+    assert reasons == [f"{HEAD}: it equals the embedding, to which tie_word_embeddings ties it"]
+    assert "consolidated.safetensors: not model.safetensors, nor named by" in opened(folder).describe_unread(geometry(folder))[-1]
     assert not find_checkpoint_format({}) and not find_checkpoint_format({"quantization_config": None})
     assert find_checkpoint_format({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
@@ -214,6 +234,12 @@ def test_mtp_layers_match_the_config(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             check({name: header for name, header in (plain | layer | change).items() if header})
+    stored = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (_, shape) in (plain | layer).items()}
+    stored[copies[1]][-1, -1] = 1
+    save_file(stored, tmp_path / "model.safetensors")
+    HFCheckpoint(tmp_path, config).check(model)  # it is kept
+    with pytest.raises(UserError, match=r"layers\.2\.shared_head\.head\.weight differs from lm_head\.weight, of which"):
+        HFCheckpoint(tmp_path, config).check(replace(model, trains_mtp=True))  # it would be replaced
 
 
 def test_rectangles_of_values_and_of_blocks(checkpoints):

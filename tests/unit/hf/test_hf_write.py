@@ -46,13 +46,23 @@ def test_a_failure_leaves_nothing_and_an_existing_folder_is_unchanged(tmp_path):
 def test_a_checkpoint_is_read_back_bit_for_bit_with_tokenizer_files(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model-00001.safetensors", "notes.txt"):
-        (source / name).write_text(name)
+    make_byte_tokenizer(source)
+    kept = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json", "spiece.model", "tokenization_x.py", "tokenizer/vocab.json"}
+    kept |= {"additional_chat_templates/tool_use.jinja", "qwen.tiktoken", "NOTICE"}
+    for name in ("config.json", "hf_quant_config.json", "other.bin", ".hidden", "checkpoint-5/config.json", "checkpoint-5/x.json", *kept):
+        (source / name).parent.mkdir(exist_ok=True)
+        if not (source / name).exists():
+            (source / name).write_text("{}")
+    with open(source / "large.json", "wb") as file:
+        file.truncate(1 << 32)  # sparse
+    os.mkfifo(source / "pipe")
+    (source / "loop").symlink_to(".")
     scrambled = torch.randn(6, 4).t()  # not contiguous
     tensors = {"a": scrambled, "b": torch.randn(3).bfloat16(), "c": torch.randn(4, 4).to(torch.float8_e4m3fn)}
     write_checkpoint(target, {"model_type": "qwen3"}, tensors, source)
-    kept = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-    assert {file.name for file in target.iterdir()} == {"config.json", "model.safetensors", *kept}
+    written = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert written == {"config.json", "model.safetensors", *kept}
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in kept)
     loaded = load_file(target / "model.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():

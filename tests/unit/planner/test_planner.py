@@ -1,7 +1,10 @@
 """The planner: formulas against values computed by hand, the shipped configurations, refusals, and the command's output."""
 
 import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -403,6 +406,24 @@ def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
     batch = (tmp_path / "job.sbatch").read_text()
     assert "export ENGINE_NODES=2\nexec bash" in batch and "launch/slurm/disaggregated.sbatch" in batch and "does not start" not in batch
     assert result.exit_code == 0 and "--placement.max_staleness=1 --algorithm.correction=tis" in batch
+
+
+def test_no_name_escapes_into_a_plans_batch_file(tmp_path):
+    """The model's folder and the config file may have any name."""
+    for number, name in enumerate(("two words", "a;touch x", "a\n#SBATCH --nodes=9\ntouch x", "$(touch x)`touch x`", "'\"\\ü", "-x", "..")):
+        (folder := tmp_path / str(number) / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "configs" / "models" / "Qwen3-8B" / "config.json", folder)
+        (config := folder / "run.toml").write_text((ROOT / "configs" / "qwen3_8b.toml").read_text())
+        job = tmp_path / "job.sbatch"
+        options = ["--top", "1", "--sbatch", str(job), f"--model.path={folder}", "--nodes", "1"]
+        result = CliRunner().invoke(app, ["plan", str(config), *options])
+        assert result.exit_code == 0, result.output
+        head, _, command = os.fsdecode(job.read_bytes()).partition("set -euo pipefail\n")
+        assert all(line.startswith("#") for line in head.splitlines()) and head.count("#SBATCH --nodes=") == 1
+        assert re.search(r"^#SBATCH --job-name=[\w.+-]+$", head, re.MULTILINE | re.ASCII)
+        words = shlex.split(command.partition("exec ")[2])
+        assert words[:1] == ["bash"] and str(config) in words and f"--model.path={folder}" in words
+        subprocess.run(["bash", "-n", job], check=True)
 
 
 @pytest.mark.parametrize("model", [pytest.param(model, marks=[pytest.mark.long] * (nodes > 4)) for model, nodes in EXAMPLES.items()])

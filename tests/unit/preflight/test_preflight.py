@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import list_tensors, make_fp8_checkpoint, write_sparse_safetensors
+from support.models import make_slow_tokenizer
 from support.processes import ROOT
 from typer.testing import CliRunner
 
@@ -15,7 +19,13 @@ from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.data.files import SOURCE_FIX
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.hf.files import list_model_files, read_config
+from megatron_rl.hf.tokenizer import check_copy, load_tokenizer
+from megatron_rl.hf.vocabulary import check_vocabulary, make_vocabulary
+from megatron_rl.hf.write import write_all_but_weights
 from megatron_rl.preflight import check_run
+from megatron_rl.training.policies import describe_unread
 from parallel.families import FAMILIES
 from parallel.layout import Layout
 from parallel.shards import GeometryError
@@ -126,6 +136,76 @@ def test_weights_that_are_not_those_of_the_config_and_a_model_of_another_kind(wo
     assert refused() == f"config.json model_type = 'mamba': is not a supported model family; use one of {', '.join(FAMILIES)}"
     write_config(workplace, head_dim="absent")
     assert refused().startswith("config.json head_dim: is missing")
+
+
+CONTENTS = {
+    "missing": lambda path: None,
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a pipe": os.mkfifo,
+    "unreadable": lambda path: (path.write_text("{}"), path.chmod(0)),
+    **{
+        text[:20]: lambda path, text=text: path.write_text(text)
+        for text in ("", "{", "{}", "[]", "null", "3", '"text"', "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\ufeff{}")
+    },
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
+    "odd values": lambda path: path.write_text(
+        '{"eos_token_id": {"a": 1}, "weight_map": [], "eos_token": 5, "model": 3, "tokenizer_class": 7, "chat_template": 3, "auto_map": 3}'
+    ),
+    "odd files": lambda path: path.write_text('{"weight_map": {"a": "a\\n", "b": "%s", "c": "\\u0000"}}' % ("x" * 5000)),
+    "files elsewhere": lambda path: path.write_text('{"weight_map": {"a": "/etc/passwd", "b": "../x"}}'),
+}
+
+
+@pytest.mark.parametrize("name", [
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "notes.txt"),
+])  # fmt: skip
+def test_no_file_of_a_models_folder_is_a_bug(workplace, name):
+    """Whatever stands where a file of a checkpoint should be, the run starts or is refused in one line. Nothing hangs."""
+    shutil.copytree("model", "good")
+    for content, write in CONTENTS.items():
+        shutil.rmtree("model")
+        shutil.copytree("good", "model")
+        (workplace / "model" / name).unlink(missing_ok=True)
+        write(workplace / "model" / name)
+        try:
+            config = load_config(workplace / "run.toml", ["--log.stuck_after=0"])
+            check_run(config)
+        except UserError as error:
+            line = str(error)
+        else:
+            line = ""
+            assert list_model_files(workplace / "model") and describe_unread(config, read_config(workplace / "model")) == []
+        needed = name in ("config.json", "model.safetensors", "tokenizer.json")
+        assert "\n" not in line and (line or not needed), content
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_a_tokenizer_that_exceeds_the_embedding(workplace, rows):
+    write_config(workplace, vocab_size=rows)
+    assert f"its tokenizer has 256 tokens and the end token 256, but config.json vocab_size is {rows}; use config.json" in refused()
+
+
+def test_subfolders_and_files_of_other_tokenizers_are_kept_and_compared(workplace):
+    """A tokenizer of four files, with an end token that only one of them has; folders beside it; and a tokenizer that a copy would lose."""
+    (model := workplace / "model").joinpath("tokenizer").mkdir()
+    make_slow_tokenizer(model)
+    (model / "tokenizer" / "vocab.json").write_text("{}")
+    check_run(load_config(workplace / "run.toml", ["--log.stuck_after=0"]))
+    (copy := workplace / "copy").mkdir()
+    write_all_but_weights(copy, read_config(model), model)
+    found = load_tokenizer(copy)
+    assert (len(found), found.eos_token_id) == (260, 258)
+    check_vocabulary([make_vocabulary(found, {259}, 384)], load_tokenizer(model), model, read_config(model) | {"eos_token_id": [259]})
+    for wrong in (make_vocabulary(found, {1}, 384), make_vocabulary(found, {259}, 512)):
+        ranks, config = [make_vocabulary(found, {259}, 384), wrong], read_config(model) | {"eos_token_id": 259}
+        with pytest.raises(RunError, match="engine rank 1 reads another tokenizer or config than the trainer: it has (end tokens|rows)"):
+            check_vocabulary(ranks, load_tokenizer(model), model, config)
+    (copy / "added_tokens.json").unlink()
+    with pytest.raises(UserError, match="copy has another tokenizer: the vocabulary differs"):
+        check_copy(model, copy)
 
 
 def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workplace):

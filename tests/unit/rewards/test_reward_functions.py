@@ -95,6 +95,7 @@ def test_an_answer_is_what_follows_the_thought(text, prompt, answer, thought):
     assert split_thought(text, prompt) == (answer, thought)
     other = (text.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"), prompt.replace("<think>", "[THINK]"))
     assert split_thought(*other, find_markers("{{ '[THINK]' }}{{ x.split('[/THINK]') }}")) == (answer, thought)
+    assert split_thought(*other, find_markers({"default": "", "tool_use": "[/THINK]"})) == (answer, thought)
     assert split_thought(text, prompt, None) == (text, "")
 
 

@@ -52,6 +52,9 @@ class Scripted:
     def read_activation_formats(self):
         return {"layer": "pow2"}
 
+    def read_vocabulary(self):
+        return [f"engine {self.number} rank {rank}" for rank in range(2)]
+
     def account_for_tensors(self):
         return [ServedReport(wrong=f"engine {self.number} rank {rank}") for rank in range(2)]
 
@@ -213,6 +216,7 @@ def test_ranks_are_numbered_through(fleet):
     two = fleet(engines=2, tp=2)
     assert two.engines.finish_receiving(True) == {rank: [f"engine {rank // 2} rank {rank % 2}"] for rank in range(4)}
     assert [report.wrong for report in two.engines.account_for_tensors()] == [f"engine {rank // 2} rank {rank % 2}" for rank in range(4)]
+    assert two.engines.read_vocabulary() == [f"engine {rank // 2} rank {rank % 2}" for rank in range(4)]
     assert two.engines.answer_canary([7], None) == [["engine 0 prompt 7"], ["engine 1 prompt 7"]]
     place = ("weight", Rect(0, 0, 1, 1))
     assert two.engines.digest_rects({1: [place], 2: [place, place]}) == {1: ["digest_rects"], 2: ["digest_rects", "digest_rects"]}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
-from megatron_rl.hf.files import list_tokenizer_files, read_config
+from megatron_rl.hf.files import list_kept_files, read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight
@@ -46,7 +46,7 @@ def test_fp8_to_bf16(tmp_path, scales):
     config = read_config(output)
     assert not find_checkpoint_format(config) and config["torch_dtype"] == "bfloat16"
     HFCheckpoint(output, config).check(ModelGeometry.from_hf_config(config))
-    assert {file.name for file in list_tokenizer_files(output)} == {file.name for file in list_tokenizer_files(source)} != set()
+    assert {file.name for file in list_kept_files(output)} == {file.name for file in list_kept_files(source)} != set()
 
 
 def test_high_precision_to_fp8_and_back(tmp_path):
