@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from parallel.plug import InputError
 
-_ESCAPED = {ord(character): repr(character)[1:-1] for character in "\n\r\0"}
+_ESCAPED = {ord(character): repr(character)[1:-1] for character in "\r\0"}
 
 
 class MegatronRLError(Exception):
@@ -28,9 +28,8 @@ class UserError(MegatronRLError):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
         text = f"{field}{shown}: {rule}" + (f"; {fix}" if fix else "")
-        super().__init__(
-            re.sub(r"\s*\n\s*", " ", text).translate(_ESCAPED)
-        )  # messages of libraries and names in files may have several lines
+        # messages of libraries and names in a user's files may have several lines
+        super().__init__(re.sub(r"\s*\n\s*", " ", text).translate(_ESCAPED))
 
     def __reduce__(self) -> tuple[object, ...]:  # errors are pickled between ranks
         return UserError, (self.field, self.value, self.rule, self.fix)

@@ -50,7 +50,8 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
 def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
     """Let the tokenizer add its BOS token if `add_bos_token` says so. Transformers 5 ignores this setting beside a tokenizer.json, although
     base models such as DeepSeek rely on it."""
-    wanted = settings.is_file() and json.loads(settings.read_text()).get("add_bos_token") is True
+    found = json.loads(settings.read_text()) if settings.is_file() else {}
+    wanted = isinstance(found, dict) and found.get("add_bos_token") is True
     if wanted and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in tokenizer.encode(""):
         tokenizer.add_bos_token = True
 
