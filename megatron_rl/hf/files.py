@@ -18,7 +18,7 @@ WEIGHTS = (
 )
 """Suffixes of the names of files that hold weights."""
 _NOT_KEPT = (*WEIGHTS, ".index.json")
-_DESCRIPTIONS = (_CONFIG, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "adapter_config.json")
+_DESCRIPTIONS = (_CONFIG, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quant_model_description.json")
 """Files that describe the weights beside them. A copy has weights in another format, which its config.json describes."""
 _OTHER_FOLDERS = (_CONFIG, "adapter_config.json", "run.json", "state.json")  # mark a subfolder as another model, a run, or a checkpoint
 DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4")
