@@ -18,7 +18,7 @@ WEIGHTS = (
 )
 """Suffixes of the names of files that hold weights."""
 _NOT_KEPT = (*WEIGHTS, ".index.json")
-_DESCRIPTIONS = (_CONFIG, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "adapter_config.json")
+_DESCRIPTIONS = (_CONFIG, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quant_model_description.json")
 """Files that describe the weights beside them. A copy has weights in another format, which its config.json describes."""
 _OTHER_FOLDERS = (_CONFIG, "adapter_config.json", "run.json", "state.json")  # mark a subfolder as another model, a run, or a checkpoint
 DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4")
@@ -79,7 +79,8 @@ def list_large_files(folder: Path, field: str = "model.path") -> list[Path]:
 
 
 def _walk(folder: Path, field: str) -> Iterator[Path]:
-    """Yield the regular files and the links to nothing in a folder. Linked subfolders, which may lead anywhere, are left out."""
+    """Yield the regular files and the links to nothing in a folder. Linked subfolders may lead anywhere, so only chat templates are read
+    from them."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -88,8 +89,9 @@ def _walk(folder: Path, field: str) -> Iterator[Path]:
         if entry.name.startswith("."):
             continue
         if os.path.isdir(entry):
-            linked = entry.is_symlink() and entry.name != _TEMPLATES
-            if not linked and not any(os.path.lexists(entry / name) for name in _OTHER_FOLDERS):
+            if entry.is_symlink():
+                yield from sorted(entry.glob("*.jinja")) if entry.name == _TEMPLATES else ()
+            elif not any(os.path.lexists(entry / name) for name in _OTHER_FOLDERS):
                 yield from _walk(entry, field)
         elif os.path.isfile(entry) or not os.path.exists(entry):  # not a pipe, socket, or device
             yield entry

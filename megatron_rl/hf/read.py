@@ -32,6 +32,8 @@ from parallel.shards import HFTensor, Rect, Region
 _HIGH = ("BF16", "F16", "F32")
 _HEAD = "lm_head.weight"
 _MTP_IS_KEPT = "the layers for multi-token prediction are not trained; checkpoints and exports keep them"
+_OTHER_PARTS = {"adapter_config.json": "transformers", "decision_config.json": "SGLang", "joint_head_config.json": "SGLang"}
+"""Files that add adapters or a head to the weights beside them, and who reads them."""
 _STRIP = 1 << 22  # elements to read or check at a time
 
 
@@ -71,8 +73,9 @@ class HFCheckpoint:
             raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "name a folder with safetensors weights")
         if index and os.path.isfile(single) and SINGLE not in index.values():  # transformers reads the file, SGLang follows the index
             raise self._error(f"holds both {SINGLE} and an index of other files", "remove one of them")
-        if os.path.isfile(folder / "adapter_config.json"):  # transformers would load the adapters too
-            raise self._error("holds adapter_config.json beside the weights", "merge the adapters into the weights, or move them")
+        for name, reader in _OTHER_PARTS.items():
+            if os.path.isfile(folder / name):
+                raise self._error(f"holds {name}: {reader} would compute with more than these weights", "move the file, or merge its part")
         self._file_of = {name: folder / file for name, file in index.items()} or dict.fromkeys(self._open_file(single).keys(), single)
 
     def _open_file(self, path: Path) -> Any:

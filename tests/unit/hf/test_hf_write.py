@@ -57,6 +57,8 @@ def test_a_checkpoint_is_read_back_bit_for_bit_with_tokenizer_files(tmp_path):
         file.truncate(1 << 32)  # sparse
     os.mkfifo(source / "pipe")
     (source / "loop").symlink_to(".")
+    (source / "sub").mkdir()
+    (source / "sub" / "additional_chat_templates").symlink_to("../..")
     scrambled = torch.randn(6, 4).t()  # not contiguous
     tensors = {"a": scrambled, "b": torch.randn(3).bfloat16(), "c": torch.randn(4, 4).to(torch.float8_e4m3fn)}
     write_checkpoint(target, {"model_type": "qwen3"}, tensors, source)

@@ -182,12 +182,6 @@ def test_no_file_of_a_models_folder_is_a_bug(workplace, name):
         assert "\n" not in line and (line or not needed), content
 
 
-@pytest.mark.parametrize("rows", [128, 256])
-def test_a_tokenizer_that_exceeds_the_embedding(workplace, rows):
-    write_config(workplace, vocab_size=rows)
-    assert f"its tokenizer has 256 tokens and the end token 256, but config.json vocab_size is {rows}; use config.json" in refused()
-
-
 def test_subfolders_and_files_of_other_tokenizers_are_kept_and_compared(workplace):
     """A tokenizer of four files, with an end token that only one of them has; folders beside it; and a tokenizer that a copy would lose."""
     (model := workplace / "model").joinpath("tokenizer").mkdir()

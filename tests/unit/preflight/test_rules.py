@@ -338,6 +338,8 @@ MISTAKES = [
     refuse("model.path = 'bare': ",
            files.tokenizer_can_be_loaded, "train", "--model.path=bare",
            scene=lambda patch: shutil.copytree("model", "bare", ignore=lambda *_: ["tokenizer.json"])),
+    refuse("model.path = 'model': its tokenizer has 256 tokens and the end token 256, but config.json vocab_size is 256; use config.json",
+           files.tokenizer_can_be_loaded, "train", model={"vocab_size": 256}),
     refuse("data.train = 'no.jsonl': does not exist; use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT, or",
            files.problems_can_be_read, "train", "--data.train=no.jsonl"),
     refuse("data.train = 'rows.jsonl:1': has no field prompt, found question, answer; set data.columns.question to one of them",
