@@ -118,5 +118,7 @@ class _Reader(Reader):
             blocks = getattr(scheme, "weight_block_size", None) or getattr(scheme.quant_config, "weight_block_size", None)
             group = f"1x{blocks[1]}" if blocks else "tensor"  # activations that share a scale, as SGLang tells its kernel
             promised = "pow2" if scheme.quant_config.scale_fmt == "ue8m0" else "fp32"  # by the engine's config.json
-            operator = operator.with_inputs(x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale, promised))
+            operator = operator.with_inputs(
+                x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale, promised)
+            )
         return operator.with_inputs(**dict.fromkeys(NAMES, adapter))

@@ -75,7 +75,9 @@ class _Reader(Reader):
         if not core.quantizes_kv:
             return self.hidden
         by_head = core.kv_scales is None
-        return TensorPrecision("e4m3", "head", "pow2") if by_head else TensorPrecision("e4m3", "layer", check_scales(core.kv_scales, "pow2"))
+        return (
+            TensorPrecision("e4m3", "head", "pow2") if by_head else TensorPrecision("e4m3", "layer", check_scales(core.kv_scales, "pow2"))
+        )
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         """Read the router, with its bias, a buffer, and the routed experts as one."""
