@@ -1,4 +1,5 @@
-"""Reads the rollout graph inside a scheduler process from the live SGLang model: dtypes and shapes of weights and scales, and the methods that
+"""Reads the rollout graph inside a scheduler process from the live SGLang model: dtypes and shapes of weights and scales, and the methods
+that
 use them, but no values, because they are made up before the first sync. An unknown quantization method is refused."""
 
 from collections.abc import Mapping

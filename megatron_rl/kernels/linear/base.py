@@ -80,7 +80,8 @@ class GpuBackend:
     """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused.
 
     The last block of a weight's rows may be partial, as in MLA's `kv_a_proj_with_mqa` (512 + 64 rows). DGrad contracts over these rows, so
-    both of its operands are padded with zeros to whole blocks, which changes neither blocks nor sums. SwiGLU and norms are fused with quantization by the project's Triton kernels.
+    both of its operands are padded with zeros to whole blocks, which changes neither blocks nor sums. SwiGLU and norms are fused with
+    quantization by the project's Triton kernels.
     """
 
     name: str

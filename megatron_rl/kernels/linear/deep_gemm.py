@@ -27,7 +27,8 @@ _TMA_ALIGNMENT = 16  # alignment in bytes of addresses that the tensor memory ac
 
 
 class DeepGemmWeight(NamedTuple):
-    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed, with N padded to whole
+    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed, with N padded
+    to whole
     blocks."""
 
     fprop: tuple[torch.Tensor, torch.Tensor]

@@ -1,5 +1,6 @@
 """What the readers of trainer and engine share: the precision of a live tensor, read from its dtype and the shape and dtype of its scales,
-and the operators of a layer. The format of FP32 scales is what the module promises; the trainer's values must keep the promise. A parameter that no known operator uses is refused: an incomplete graph proves nothing."""
+and the operators of a layer. The format of FP32 scales is what the module promises; the trainer's values must keep the promise. A
+parameter that no known operator uses is refused: an incomplete graph proves nothing."""
 
 import re
 from collections.abc import Callable, Mapping
