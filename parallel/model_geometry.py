@@ -35,6 +35,10 @@ class MoEGeometry:
     groups_used: int = 1
 
 
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of latent vectors, whatever `rms_norm_eps` says, as in DeepSeek's code and in transformers."""
+
+
 @dataclass(frozen=True)
 class MLAGeometry:
     """Multi-latent attention (MLA): queries, keys and values through low-rank projections."""
@@ -60,7 +64,7 @@ class ModelGeometry:
     vocab: int
     tied: bool = False  # whether the output layer shares the embedding's weight
     tied_in_engine: bool = True  # with `tied`, whether SGLang's output layer shares the embedding too
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of all norms but those of latent queries and keys, see `LATENT_NORM_EPS`
     qkv_bias: bool = False
     qk_norm: bool = False  # whether q and k heads are normalized
     post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream

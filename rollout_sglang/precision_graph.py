@@ -1,5 +1,6 @@
-"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them. An unknown
-quantization method is refused."""
+"""Reads the rollout graph inside a scheduler process from the live SGLang model: dtypes and shapes of weights and scales, and the methods
+that
+use them, but no values, because they are made up before the first sync. An unknown quantization method is refused."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 from megatron_rl.precision.graph.decoder import LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, dtype_name, scale_format, unquantized_format
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
@@ -85,7 +86,7 @@ class _Reader(Reader):
             return TensorPrecision(dtype)
         if scales is not None:
             self.read_tensor(scales)
-            return TensorPrecision(dtype, "layer", scale_format(scales))
+            return TensorPrecision(dtype, "layer", "pow2")
         return TensorPrecision(dtype, "head", "pow2") if e4m3_cache.has_scales(pool) else TensorPrecision(dtype, "tensor", "fp32")
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
@@ -117,5 +118,8 @@ class _Reader(Reader):
             scheme = module.quant_method
             blocks = getattr(scheme, "weight_block_size", None) or getattr(scheme.quant_config, "weight_block_size", None)
             group = f"1x{blocks[1]}" if blocks else "tensor"  # activations that share a scale, as SGLang tells its kernel
-            operator = operator.with_inputs(x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale))
+            promised = "pow2" if scheme.quant_config.scale_fmt == "ue8m0" else "fp32"  # by the engine's config.json
+            operator = operator.with_inputs(
+                x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale, promised)
+            )
         return operator.with_inputs(**dict.fromkeys(NAMES, adapter))

@@ -19,7 +19,7 @@ from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.precision.graph.decoder import Gradients, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
-from megatron_rl.precision.graph.reader import FP32, Reader, block_format, dtype_name, scale_format, unquantized_format
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from parallel.mtp_layers import MEGATRON_PREFIX
 
@@ -75,7 +75,9 @@ class _Reader(Reader):
         if not core.quantizes_kv:
             return self.hidden
         by_head = core.kv_scales is None
-        return TensorPrecision("e4m3", "head", "pow2") if by_head else TensorPrecision("e4m3", "layer", scale_format(core.kv_scales))
+        return (
+            TensorPrecision("e4m3", "head", "pow2") if by_head else TensorPrecision("e4m3", "layer", check_scales(core.kv_scales, "pow2"))
+        )
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         """Read the router, with its bias, a buffer, and the routed experts as one."""
@@ -102,7 +104,8 @@ class _Reader(Reader):
         gradients = operator.gradients
         assert gradients is not None
         if blocks is not None:
-            weight, x, tokens = block_format(*blocks), self.hidden, self.hidden
+            scales = check_scales(blocks.scale, module.format.scale_format)
+            weight, x, tokens = block_format(*blocks, scales), self.hidden, self.hidden
             if module.quantizes_input:
                 group, scale = module.format.block[1], module.format.scale_format  # a group of the input is as long as a block is wide
                 x = TensorPrecision(weight.dtype, f"1x{group}", scale)

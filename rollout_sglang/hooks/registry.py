@@ -39,6 +39,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
+        ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),

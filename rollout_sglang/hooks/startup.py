@@ -12,7 +12,7 @@ import torch
 from megatron_rl.hf.files import read_config
 from parallel.adapters import ENGINE_FILE, AdapterGeometry, is_adapter
 from parallel.digest import view_rect
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import LATENT_NORM_EPS, ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors
@@ -39,6 +39,14 @@ def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args:
     original(model, *args, **kwargs)
     for tensor, value in kept:
         tensor.copy_(value)
+
+
+def set_latent_epsilon(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `DeepseekV2AttentionMLA.__init__`: SGLang gives the norms of latent vectors the epsilon of all other norms."""
+    original(self, *args, **named)
+    for norm in (getattr(self, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")):
+        if norm is not None:
+            norm.variance_epsilon = LATENT_NORM_EPS
 
 
 def keep_int8_layout(self: Any, layer: Any) -> None:

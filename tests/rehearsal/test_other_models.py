@@ -13,7 +13,7 @@ PLAIN = (
     *("experts, recomputed", "experts, cut", "experts alone", "experts, adapters"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
     *("critic, stages", "adapters", "glm", "glm, mtp", "glm, mtp, stages", "glm, mtp, recomputed"),
-    "deepseek, mtp",
+    *("deepseek, mtp", "deepseek, fp8, mtp", "deepseek, fp8, deep_gemm"),
 )
 BY_TREE = ("experts, by the tree", "experts, recomputed, by the tree", "experts, cut, by the tree", "experts, cut, adapters, by the tree")
 LONG = ("critic", "critic, disaggregated", "critic, experts, bf16", "a teacher")

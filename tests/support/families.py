@@ -69,6 +69,7 @@ ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
     "mlp_only_layers": [],
 }
 _DEEPSEEK = {
+    "rms_norm_eps": 1e-3,  # not that of the latent norms, which is always 1e-6
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 128,

@@ -108,6 +108,8 @@ CASES = {
     "glm, mtp, stages": ([*_lay_out(8, tp=2, ep=2, etp=1, dp=2, pp=2), *MTP], GLM_MTP | {"num_hidden_layers": 4}),
     "glm, mtp, recomputed": ([*EP, *MTP, *FULL], GLM_MTP),
     "deepseek, mtp": ([*EP, *MTP, *BF16], DEEPSEEK),
+    "deepseek, fp8, mtp": ([*EP, *MTP], DEEPSEEK),
+    "deepseek, fp8, deep_gemm": ([*EP, *DEEP_GEMM], DEEPSEEK),
     "experts: host_tensor_in_loss": (EP, EXPERTS),
     "experts: item_per_layer": (EP, EXPERTS),
     "experts: doubled_activation": (EP, EXPERTS),

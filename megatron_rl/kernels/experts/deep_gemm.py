@@ -30,6 +30,8 @@ class DeepGemmExperts:
 
     def prepare(self, blocks: Sequence[QuantizedWeight]) -> DeepGemmWeight:
         """Stack the blocks of the experts: `fprop` data `[E, N, K]` and scales `[E, N/128, K/128]`, `dgrad` with both transposed."""
+        if len(blocks[0].data) % BLOCK:
+            raise RunError(f"deep_gemm cannot multiply with experts {list(blocks[0].data.shape)} whose blocks are cut")
         weights = [self._single.prepare(expert, None) for expert in blocks]
         fprop, dgrad = ([getattr(weight, side) for weight in weights] for side in ("fprop", "dgrad"))
         return DeepGemmWeight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))

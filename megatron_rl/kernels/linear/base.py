@@ -73,10 +73,15 @@ class NormBackend(Backend, Protocol):
         `kernels.norm.reference`. The bits equal those of the reference followed by `quantize`."""
 
 
+ROW_MULTIPLE = 16  # of a weight's rows on a GPU: libraries read rows of bytes that are aligned to 16
+
+
 class GpuBackend:
     """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused.
 
-    SwiGLU and norms are fused with quantization by the project's Triton kernels.
+    The last block of a weight's rows may be partial, as in MLA's `kv_a_proj_with_mqa` (512 + 64 rows). DGrad contracts over these rows, so
+    both of its operands are padded with zeros to whole blocks, which changes neither blocks nor sums. SwiGLU and norms are fused with
+    quantization by the project's Triton kernels.
     """
 
     name: str
@@ -87,8 +92,9 @@ class GpuBackend:
         self.scale_format = format.scale_format
 
     def check_weight(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> None:
-        """Raise RunError if blocks are partial or reordered."""
-        if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
+        """Raise RunError if blocks are reordered, or partial except for the last rows."""
+        rows, cols = blocks.data.shape
+        if row_order is not None or rows % ROW_MULTIPLE or cols % BLOCK:
             raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
 
     def check_input(self, x: torch.Tensor) -> None:

@@ -17,7 +17,9 @@ import torch
 from megatron_rl.kernels.linear.base import GpuBackend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import BLOCK
 
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
@@ -25,7 +27,9 @@ _TMA_ALIGNMENT = 16  # alignment in bytes of addresses that the tensor memory ac
 
 
 class DeepGemmWeight(NamedTuple):
-    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed."""
+    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed, with N padded
+    to whole
+    blocks."""
 
     fprop: tuple[torch.Tensor, torch.Tensor]
     dgrad: tuple[torch.Tensor, torch.Tensor]
@@ -37,15 +41,19 @@ class DeepGemmBackend(GpuBackend):
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
-        transposed = blocks.data.view(torch.uint8).t().contiguous().view(blocks.data.dtype)
+        transposed = append_zeros(blocks.data.view(torch.uint8).t(), -1, -len(blocks.data) % BLOCK).contiguous().view(blocks.data.dtype)
         return DeepGemmWeight((blocks.data, blocks.scale), (transposed, blocks.scale.t().contiguous()))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.kernels.quantize.triton import quantize_activation
 
         self.check_input(x)
-        row_pair, column_pair = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
-        return Operand(x.shape[0], row_pair or (), column_pair or ())
+        tokens, width = x.shape
+        row_pair, column_pair = quantize_activation(append_zeros(x, -1, -width % BLOCK), self.scale_format, rows=rows, columns=columns)
+        if column_pair is not None and width % BLOCK:
+            scales = column_pair[1].t()[:, :width].clone(memory_format=torch.contiguous_format)
+            column_pair = column_pair[0][:width], scales.t()  # WGrad needs no padding
+        return Operand(tokens, row_pair or (), column_pair or ())
 
     def start_gather(self, operand: Operand, group: Any) -> PendingOperand:
         tokens, of_rows = operand.tokens * group.size(), bool(operand.rows)

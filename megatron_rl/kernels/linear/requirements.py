@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import PRODUCTS
+from megatron_rl.kernels.linear.base import ROW_MULTIPLE
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.versions import find_version
 from parallel.formats import FP8, TensorFormat
@@ -63,7 +64,8 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
 
 
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
-    """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
+    """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports. The last rows of a
+    weight that gives queries, keys or values may be a partial block, as in latent attention (`kernels.linear.base.GpuBackend`)."""
     if format.block is None or backend == "emulated" or not (rule := _find_mixed_block(format, model, layout)):
         return
     works = [str(tp) for tp in range(1, layout.tp) if model.kv_heads % tp == 0 and not _find_mixed_block(format, model, Layout(tp=tp))]
@@ -78,7 +80,8 @@ def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout
             if shard.role not in QUANTIZED_ROLES:
                 continue
             rows = shard.rows // max(shard.experts, 1)
-            if rows % width or shard.cols % width:
+            multiple = ROW_MULTIPLE if shard.role == "attention_qkv" else width
+            if rows % multiple or shard.cols % width:
                 return f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
             if compute_row_order(shard, format) is not None:
                 return f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"

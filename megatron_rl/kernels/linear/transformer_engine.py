@@ -2,7 +2,7 @@
 
 Written for Transformer Engine 2.12 to 2.20. Its block-scaled tensors hold uint8 data and FP32 scales:
 
-    weight       rows [N, K], scales [N/128, K/128 padded to 4]; columns: the same bytes and scales, transposed
+    weight       rows [N, K], scales [N/128, K/128 padded to 4], N padded to 128; columns: the same bytes and scales, transposed
     activation   rows [T, K], scales [K/128, T padded to 4]; columns [K, T], scales [T/128, K], quantized anew
 
 The quantizer is given the contract's epsilon and scale format explicitly. Transformer Engine's recipe has no argument for either; its
@@ -10,7 +10,7 @@ defaults are class attributes that are fixed at import.
 """
 
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -26,25 +26,35 @@ _TOKENS = 16
 """Tokens are padded with zeros to this multiple: cuBLAS reads the transposed operand of WGrad in rows of T bytes, aligned to 16."""
 
 
+class TransformerEngineWeight(NamedTuple):
+    tensor: Any  # block-scaled tensor of Transformer Engine
+    rows: int  # number of rows without padding
+
+
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
     gathered_tokens = _TOKENS
     multiples: ClassVar[dict[str, Any]] = {"row_multiple": _TOKENS, "column_multiple": _TOKENS}
 
-    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> TransformerEngineWeight:
         self.check_weight(blocks, row_order)
-        data, scale = blocks.data.view(torch.uint8), blocks.scale
-        return self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
+        rows, scale = len(blocks.data), blocks.scale
+        data = append_zeros(blocks.data.view(torch.uint8), -2, -rows % BLOCK)
+        tensor = self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
+        return TransformerEngineWeight(tensor, rows)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         self.check_input(x)
-        tokens = x.shape[0]
+        tokens, width = x.shape
         if not tokens:
             empty = (x.new_empty(0), x.new_empty(0, x.shape[1]))  # only the widths are read
             return Operand(0, empty, empty)
         self._activations.set_usage(rowwise=rows, columnwise=columns)
-        buffers = self._activations(append_zeros(x, -2, -tokens % _TOKENS).contiguous()).get_metadata()
+        padded = append_zeros(append_zeros(x, -2, -tokens % _TOKENS), -1, -width % BLOCK)
+        buffers = self._activations(padded.contiguous()).get_metadata()
         row_pair, column_pair = ((buffers[f"{side}_data"], buffers[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
+        if columns and width % BLOCK:  # WGrad needs no padding
+            column_pair = column_pair[0][:width], column_pair[1][:, :width].contiguous()
         return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
 
     def arrange(self, pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
@@ -61,20 +71,21 @@ class TransformerEngineBackend(GpuBackend):
 
         return wrap
 
-    def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
-        return self._multiply(weight, x, "TN", weight.get_metadata()["rowwise_data"])
+    def fprop(self, x: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
+        product = self._multiply(weight.tensor, x, "TN", weight.tensor.get_metadata()["rowwise_data"])
+        return product[:, : weight.rows].contiguous()
 
-    def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
+    def fprop_by_tree(self, x: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
         """Multiply with the project's Triton kernel, since cuBLAS chooses its own order."""
-        metadata = weight.get_metadata()
-        data, weight_scale = metadata["rowwise_data"], metadata["rowwise_scale_inv"]
+        metadata = weight.tensor.get_metadata()
+        data, weight_scale = metadata["rowwise_data"][: weight.rows], metadata["rowwise_scale_inv"]
         if not x.tokens:
             return torch.empty(0, len(data), device=data.device)
         rows, scale = x.rows[0][: x.tokens].view(torch.float8_e4m3fn), x.rows[1].t()[: x.tokens]
         return tree.multiply_blocks((rows, scale), (data.view(torch.float8_e4m3fn), weight_scale[:, : data.shape[1] // BLOCK]))
 
-    def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
-        return self._multiply(weight, dy, "NN", weight.get_metadata()["columnwise_data"])
+    def dgrad(self, dy: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
+        return self._multiply(weight.tensor, dy, "NN", weight.tensor.get_metadata()["columnwise_data"])
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
         if not dy.tokens:

@@ -1,5 +1,6 @@
-"""What the readers of trainer and engine share: the precision of a live tensor, read from its dtype and the shape and values of its scales,
-and the operators of a layer. A parameter that no known operator uses is refused: an incomplete graph proves nothing."""
+"""What the readers of trainer and engine share: the precision of a live tensor, read from its dtype and the shape and dtype of its scales,
+and the operators of a layer. The format of FP32 scales is what the module promises; the trainer's values must keep the promise. A
+parameter that no known operator uses is refused: an incomplete graph proves nothing."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -27,22 +28,21 @@ def unquantized_format(tensor: torch.Tensor) -> TensorPrecision:
     return TensorPrecision(dtype_name(tensor.dtype))
 
 
-def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
+def block_format(data: torch.Tensor, scale: torch.Tensor, scales: str) -> TensorPrecision:
     """Return the format of `data` `[..., N, K]` with one scale per block. Stacked experts count as one matrix each.
 
     Edge blocks may be partial, so the block is that of the format in `FORMATS` with these dtypes and shapes, or else what the shapes imply
-    ("tensor" for a single scale). The scale format is read from the values, or from `FORMATS` if scales are bytes.
+    ("tensor" for a single scale). `scales` is the format of FP32 scales; that of bytes is read from `FORMATS`.
     """
-    dtype = dtype_name(data.dtype)
+    dtype, scales = dtype_name(data.dtype), _scales_of(scale, scales)
     if data.dim() < 2 or scale.dim() < 2:
-        return TensorPrecision(dtype, "tensor", scale_format(scale))
+        return TensorPrecision(dtype, "tensor", scales)
     rows, cols, grid = *data.shape[-2:], tuple(scale.shape[-2:])
     dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (data, scale))
     candidates = (format for format in FORMATS.values() if format.block and (format.dtype, format.scale_dtype) == dtypes)
     known = next((format for format in candidates if format.scale_grid(rows, cols) == grid), None)
     height, width = known.block if known and known.block else (-(-rows // grid[0]), -(-cols // grid[1]))
-    scales = known.scale_format if known and scale.dtype == torch.uint8 else scale_format(scale)
-    return TensorPrecision(dtype, f"{height}x{width or cols}", scales)
+    return TensorPrecision(dtype, f"{height}x{width or cols}", known.scale_format if known and scale.dtype == torch.uint8 else scales)
 
 
 def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
@@ -51,17 +51,19 @@ def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
     stacked = data.shape[:-2] == scale.shape[:-2]
     if min(data.dim(), scale.dim()) < 2 or not stacked or scale.shape[-1] != 1 or scale.shape[-2] not in data.shape[-2:]:
         raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: must have one scale per output channel")
-    return TensorPrecision(dtype_name(data.dtype), "channel", scale_format(scale))
+    return TensorPrecision(dtype_name(data.dtype), "channel", _scales_of(scale, "fp32"))
 
 
-def scale_format(scale: torch.Tensor) -> str:
-    """Return "pow2" if every scale is a power of two, else "fp32"; of other scales, their dtype. "invalid" are scales that are not positive
-    numbers, with which SGLang starts."""
-    if scale.dtype != torch.float32:
-        return dtype_name(scale.dtype)
+def _scales_of(scale: torch.Tensor, promised: str) -> str:
+    return promised if scale.dtype == torch.float32 else dtype_name(scale.dtype)
+
+
+def check_scales(scale: torch.Tensor, promised: str) -> str:
+    """Return the format "pow2" or "fp32" that FP32 scales were promised to have, or what their values are instead: "fp32" if they are not
+    all powers of two, "invalid" if they are not all positive numbers. An engine's values are made up before its first sync."""
     if not bool(((scale > 0) & torch.isfinite(scale)).all()):
         return "invalid"
-    return "fp32" if bool((scale.view(torch.int32) & 0x7FFFFF).any()) else "pow2"  # bits of the mantissa
+    return "fp32" if promised == "pow2" and bool((scale.view(torch.int32) & 0x7FFFFF).any()) else promised  # bits of the mantissa
 
 
 class Reader:

@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.rope.reference import rotates_rows
+from parallel.model_geometry import LATENT_NORM_EPS
 
 
 def takes_absorbed_form() -> bool:
@@ -38,6 +39,9 @@ class LatentAttention(MLASelfAttention):
             if hasattr(self, name):  # queries may be projected directly
                 built = getattr(self, name)
                 setattr(self, name, getattr(submodules, name)(built.input_size, built.output_size, config=config))
+        for norm in (getattr(self, name, None) for name in ("q_layernorm", "kv_layernorm")):
+            if norm is not None:
+                norm.eps = LATENT_NORM_EPS
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **kw: Any

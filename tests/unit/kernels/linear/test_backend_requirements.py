@@ -1,9 +1,11 @@
 """A backend that cannot run is refused before anything starts, with what is missing and how to get it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.geometries import PUBLISHED
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
@@ -93,6 +95,17 @@ def test_experts_need_deep_gemm_whatever_multiplies_the_rest_and_the_original_pa
     check_machine(backend="deep_gemm")
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not a supported version, 2.1 to below 2.7" in refused("deep_gemm")
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_the_last_rows_of_a_latent_projection_may_be_a_partial_block(backend):
+    """`kv_a_proj_with_mqa` has 512 + 64 rows."""
+    widths = {"num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+    model = ModelGeometry.from_hf_config({**PUBLISHED["DeepSeek-V3"], **widths})
+    requirements.check_model(backend, FP8, model, Layout(tp=4, ep=4, etp=1))
+    odd = replace(model, latent=replace(model.latent, rope_dim=72))
+    with pytest.raises(UserError, match=r"linear_kv_down_proj.weight is \[584, 7168\]"):
+        requirements.check_model(backend, FP8, odd, Layout())
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
