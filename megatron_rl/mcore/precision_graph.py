@@ -105,7 +105,7 @@ class _Reader(Reader):
         assert gradients is not None
         if blocks is not None:
             scales = check_scales(blocks.scale, module.format.scale_format)
-            weight, x, tokens = block_format(*blocks, scales), self.hidden, self.hidden
+            weight, x, tokens = block_format(blocks.data, blocks.scale, scales), self.hidden, self.hidden
             if module.quantizes_input:
                 group, scale = module.format.block[1], module.format.scale_format  # a group of the input is as long as a block is wide
                 x = TensorPrecision(weight.dtype, f"1x{group}", scale)
