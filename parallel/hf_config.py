@@ -1,12 +1,16 @@
-"""config.json as the model families read it. A field that is missing, invalid or unsupported is refused by name."""
+"""config.json as the model families read it. A field that is missing, invalid, unsupported or unknown is refused by name."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.shards import GeometryError
 
-_CORRECT = "correct the model's config.json"
+CORRECT = "correct the model's config.json"
+_REMOVE = "remove it if it has no effect, or use another model"
+_INTEGERS = {0: "a non-negative", 1: "a positive"}
+_OWN = ("megatron_rl_critic", "megatron_rl_trains_mtp")  # `ModelGeometry.from_hf_config` reads them
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that are constants in Megatron's RotaryEmbedding. All Llama 3 models use them."""
 
@@ -34,43 +38,114 @@ class Rope:
     yarn: Yarn | None = None
 
 
-class HFConfig:
-    """The fields of a config.json. `defaults` are a family's values for absent fields."""
+SAME = {"num_local_experts": "num_experts", "dtype": "torch_dtype", "rope_parameters": "rope_scaling"}
+"""Name that transformers 5 writes -> older name of the same field. A file may have either, or both with equal values."""
 
-    def __init__(self, fields: Mapping[str, Any], **defaults: Any) -> None:
-        self.fields = {**defaults, **fields}
+_NAMES = """
+    architectures auto_map torch_dtype dtype transformers_version quantization_config max_position_embeddings max_length bos_token_id
+    eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class initializer_range use_cache attention_dropout
+    hidden_dropout dropout pretraining_tp output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise ep_size
+    max_window_layers output_attentions output_hidden_states return_dict is_decoder is_encoder_decoder add_cross_attention id2label label2id
+    problem_type chunk_size_feed_forward _name_or_path name_or_path _commit_hash _attn_implementation attn_implementation do_sample
+    temperature top_p top_k min_p num_beams repetition_penalty length_penalty typical_p num_return_sequences early_stopping
+    remove_invalid_values torchscript tie_encoder_decoder unsloth_fixed unsloth_version model_max_length qk_head_dim
+"""
+WITHOUT_EFFECT = frozenset(_NAMES.split())
+"""Fields that change nothing that trainer or engine compute: they describe files, tokens, training, or defaults of generation, or another
+part of the program reads them."""
+
+
+class HFConfig:
+    """The fields of a config.json. Remembers which fields were read, and the defaults of those that are absent."""
+
+    def __init__(self, fields: Mapping[str, Any], part: str = "") -> None:
+        self.fields, self.part = dict(fields), part
+        self.read: set[str] = set()
+        self.defaults: dict[str, Any] = {}
+        for name, older in SAME.items():
+            new, old = self.fields.get(name), self.fields.get(older)
+            if new and old and new != old:
+                rule, fix = f"differs from {name} = {new}, which is another name of it", "remove one of them"
+                raise GeometryError(f"config.json {older}", old, rule, fix)
+
+    def with_defaults(self, **defaults: Any) -> "HFConfig":
+        """Set a family's values for fields that are absent, and return this object."""
+        for name, value in defaults.items():
+            if name not in self.fields:
+                self.fields[name] = self.defaults[name] = value
+        return self
 
     def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
         return self.fields.get(name, default)
 
     def require(self, **supported: object) -> None:
         """Raise GeometryError for a field that is present with a value other than the one that the trainer supports."""
         for name, value in supported.items():
-            if self.get(name) not in (None, value):
-                raise refuse(name, self.get(name), value)
+            found = self.get(name)
+            if found is not None and (found != value or type(found) is not type(value)):
+                raise refuse(self.part + name, found, value)
 
-    def size(self, name: str) -> int:
-        """Return a field that must be a positive integer."""
-        if name not in self.fields:
-            raise GeometryError(f"config.json {name}", None, "is missing", "add it")
-        value = self.fields[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise GeometryError(f"config.json {name}", value, "must be a positive integer", _CORRECT)
+    def flag(self, name: str) -> bool:
+        """Return a field that must be true, false or absent (false)."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise GeometryError(f"config.json {self.part}{name}", value, "must be true or false", CORRECT)
+        return bool(value)
+
+    def size(self, name: str, least: int = 1, most: int | None = None) -> int:
+        """Return a field that must be an integer in a range."""
+        value = self.get(name)
+        if value is None:
+            raise GeometryError(f"config.json {self.part}{name}", None, "is missing", "add it")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise GeometryError(f"config.json {self.part}{name}", value, f"must be {_INTEGERS[least]} integer", CORRECT)
+        if most is not None and value > most:
+            raise GeometryError(f"config.json {self.part}{name}", value, f"must be at most {most}", CORRECT)
         return value
 
-    def number(self, name: str, what: str = "") -> float:
-        """Return a field that must be a positive number. `what` precedes its name in error messages."""
+    def sizes(self, name: str) -> list[int]:
+        """Return a field that must be a list of integers from 0, or absent (empty)."""
+        values = self.get(name)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in values):
+            raise GeometryError(f"config.json {self.part}{name}", values, "must be a list of integers", CORRECT)
+        return values
+
+    def number(self, name: str) -> float:
+        """Return a field that must be a positive number."""
         value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise GeometryError(f"config.json {what}{name}", value, "must be a positive number", _CORRECT)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise GeometryError(f"config.json {self.part}{name}", value, "must be a positive number", CORRECT)
         return float(value)
+
+    def section(self, name: str, part: str = "") -> "HFConfig | None":
+        """Return a field that must be an object, as a config of its own, or None if it is absent. `part` precedes names in errors."""
+        value = self.get(name)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise GeometryError(f"config.json {self.part}{name}", value, "must be an object", CORRECT)
+        return HFConfig(value, part)
+
+    def refuse_unread(self) -> None:
+        """Raise GeometryError for the first field that was not read and may have an effect. Fields that are null, false or empty are off."""
+        for name, value in self.fields.items():
+            known = name in self.read or name in WITHOUT_EFFECT or SAME.get(name) in self.read or name in _OWN
+            if not known and value not in (None, False, "", [], {}):
+                raise GeometryError(f"config.json {self.part}{name}", value, "is not known to the trainer, so it would be ignored", _REMOVE)
 
     def widths(self) -> dict[str, Any]:
         """Return the fields of `ModelGeometry` that nearly every family shares."""
+        self.with_defaults(rms_norm_eps=1e-6)
+        layer_types = self.get("layer_types")
+        if layer_types is not None and layer_types != ["full_attention"] * self.size("num_hidden_layers"):
+            raise refuse("layer_types", layer_types, "full_attention in every layer")
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         if heads % kv_heads:
             rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
-            raise GeometryError("config.json num_attention_heads", heads, rule, _CORRECT)
+            raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
         return {
             "family": self.get("model_type"),
             "layers": self.size("num_hidden_layers"),
@@ -79,8 +154,8 @@ class HFConfig:
             "kv_heads": kv_heads,
             "ffn": self.size("intermediate_size"),
             "vocab": self.size("vocab_size"),
-            "tied": bool(self.get("tie_word_embeddings")),
-            "norm_eps": HFConfig(self.fields, rms_norm_eps=1e-6).number("rms_norm_eps"),
+            "tied": self.flag("tie_word_embeddings"),
+            "norm_eps": self.number("rms_norm_eps"),
         }
 
     def head_dim(self) -> int:
@@ -90,28 +165,33 @@ class HFConfig:
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         if hidden % heads:
             rule = f"is missing, and hidden_size ({hidden}) is not a multiple of {heads} heads"
-            raise GeometryError("config.json head_dim", None, rule, _CORRECT)
+            raise GeometryError("config.json head_dim", None, rule, CORRECT)
         return hidden // heads
 
     def rope(self, *stretches: str, share: float = 1.0) -> Rope:
         """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
         extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated."""
-        settings = HFConfig(self.get("rope_parameters") or self.get("rope_scaling") or {})
-        theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
-        if not isinstance(theta, int | float):
+        settings = self.section("rope_parameters", "rope ") or self.section("rope_scaling", "rope ") or HFConfig({}, "rope ")
+        self.read |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+        theta = settings.get("rope_theta", self.get("rope_theta"))
+        if theta is None:
             raise GeometryError("config.json rope_theta", theta, "is missing", "add it, or rope_parameters.rope_theta")
+        theta = HFConfig({"rope_theta": theta}).number("rope_theta")
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
         if partial != share:
             raise refuse("partial_rotary_factor", partial, share)
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind not in ("default", *stretches):
             raise refuse("rope scaling", kind, " and ".join(("default", *stretches)))
-        return Rope(
-            float(theta),
+        settings.read.add("type")
+        rope = Rope(
+            theta,
             share,
             llama3_factor=_read_llama3(settings) if kind == "llama3" else None,
             yarn=_read_yarn(settings) if kind == "yarn" else None,
         )
+        settings.refuse_unread()
+        return rope
 
 
 def refuse(name: str, value: object, supported: object) -> GeometryError:
@@ -123,16 +203,16 @@ def _read_llama3(settings: HFConfig) -> float:
     for name, supported in _LLAMA3.items():
         if settings.get(name) != supported:
             raise refuse(f"llama3 rope {name}", settings.get(name), supported)
-    return settings.number("factor", "llama3 rope ")
+    return settings.number("factor")
 
 
 def _read_yarn(settings: HFConfig) -> Yarn:
-    settings.require(attention_factor=None, truncate=True)
+    settings.with_defaults(beta_fast=32.0, beta_slow=1.0).require(attention_factor=None, truncate=True)
     return Yarn(
-        settings.number("factor", "yarn rope "),
-        int(settings.number("original_max_position_embeddings", "yarn rope ")),
-        beta_fast=float(settings.get("beta_fast") or 32),
-        beta_slow=float(settings.get("beta_slow") or 1),
-        mscale=settings.number("mscale", "yarn rope "),  # required, because libraries disagree on the defaults
-        mscale_all_dim=settings.number("mscale_all_dim", "yarn rope "),
+        settings.number("factor"),
+        settings.size("original_max_position_embeddings"),
+        beta_fast=settings.number("beta_fast"),
+        beta_slow=settings.number("beta_slow"),
+        mscale=settings.number("mscale"),  # required, because libraries disagree on the defaults
+        mscale_all_dim=settings.number("mscale_all_dim"),
     )

@@ -81,10 +81,21 @@ class ModelGeometry:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or an unsupported setting."""
-        model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
+        family, fields = load_family(config.get("model_type")), HFConfig(config)
+        model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
+        fields.refuse_unread()
         if config.get(_TRAINS_MTP):
             return replace(model, trains_mtp=model.mtp_layers > 0)
         return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model
+
+    @staticmethod
+    def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json with the family's own `model_type`, its architecture, and its defaults for absent fields, because an engine has
+        other defaults or none. Raise GeometryError as `from_hf_config` does."""
+        family, fields = load_family(config.get("model_type")), HFConfig(config)
+        family.read(fields)
+        named = {"model_type": family.__name__.rpartition(".")[2], "architectures": config.get("architectures") or [family.ARCHITECTURE]}
+        return {**config, **fields.defaults, **named}
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.hf.files import INDEX, SINGLE, list_kept_files
 from megatron_rl.precision.contract import PrecisionContract
+from parallel.model_geometry import ModelGeometry
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) -> dict[str, Any]:
     """Return the config.json of the same model with weights in the formats of the contract's engine."""
-    config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
+    resolved = ModelGeometry.resolve_config(hf_config)
+    config = {name: value for name, value in resolved.items() if name not in ("dtype", "quantization_config")}
     quantization = contract.engine_format.quantization_config()
     return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
 

@@ -7,14 +7,16 @@ from parallel.layer_weights import list_attention
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight, take_rows
 
+ARCHITECTURE = "Glm4ForCausalLM"
+
 
 def read(config: HFConfig) -> ModelGeometry:
-    config = HFConfig(config.fields, head_dim=128, attention_bias=True, rms_norm_eps=1.5625e-7)  # as in transformers
-    config.require(hidden_act="silu", use_sliding_window=False)
+    config.with_defaults(head_dim=128, attention_bias=True, rms_norm_eps=1.5625e-7)  # as in transformers
+    config.require(hidden_act="silu")
     return ModelGeometry(
         **config.widths(),
         head_dim=config.size("head_dim"),
-        qkv_bias=bool(config.get("attention_bias")),
+        qkv_bias=config.flag("attention_bias"),
         rope=replace(config.rope(share=0.5), interleaved=True),
         post_norms=True,
     )

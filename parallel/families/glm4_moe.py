@@ -13,18 +13,18 @@ _DEFAULTS = {  # as in transformers
     **{"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     **{"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
 }
+ARCHITECTURE = "Glm4MoeForCausalLM"
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    config = HFConfig(config.fields, **_DEFAULTS)
-    config.require(hidden_act="silu", mlp_bias=False, use_sliding_window=False)
+    config.with_defaults(**_DEFAULTS).require(hidden_act="silu", mlp_bias=False, moe_layer_freq=1)
     return ModelGeometry(
         **config.widths(),
         head_dim=config.head_dim(),
-        qkv_bias=bool(config.get("attention_bias")),
-        qk_norm=bool(config.get("use_qk_norm")),
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm=config.flag("use_qk_norm"),
         rope=config.rope(share=0.5),
         experts=read_experts(config),
         tied_in_engine=False,
-        mtp_layers=config.get("num_nextn_predict_layers") or 0,
+        mtp_layers=config.size("num_nextn_predict_layers", least=0),
     )

@@ -5,9 +5,10 @@ from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 
 list_layer = pre_norm_layer
+ARCHITECTURE = "LlamaForCausalLM"
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    config = HFConfig(config.fields, num_key_value_heads=config.get("num_attention_heads"))
-    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    config.with_defaults(num_key_value_heads=config.get("num_attention_heads"), rope_theta=10000.0)  # as in transformers
+    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
     return ModelGeometry(**config.widths(), head_dim=config.head_dim(), rope=config.rope("llama3"))

@@ -5,8 +5,10 @@ from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 
 list_layer = pre_norm_layer
+ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def read(config: HFConfig) -> ModelGeometry:
     config.require(hidden_act="silu", use_sliding_window=False)
+    config.read.add("sliding_window")  # off by use_sliding_window
     return ModelGeometry(**config.widths(), head_dim=config.head_dim(), qkv_bias=True, rope=config.rope("llama3"))

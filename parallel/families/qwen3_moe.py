@@ -8,17 +8,18 @@ from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 
 list_layer = pre_norm_layer
+ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    config = HFConfig(config.fields, decoder_sparse_step=1, num_experts_per_tok=8, norm_topk_prob=False)  # as in transformers
-    top_k, normalized = config.size("num_experts_per_tok"), bool(config.get("norm_topk_prob"))
+    config.with_defaults(decoder_sparse_step=1, num_experts_per_tok=8, norm_topk_prob=False)  # as in transformers
+    count = config.size("num_local_experts" if config.get("num_experts") is None else "num_experts")  # transformers 5 writes the first name
+    top_k, normalized = config.size("num_experts_per_tok", most=count), config.flag("norm_topk_prob")
     if top_k == 1 and normalized:  # a weight that is always 1 gives the router no gradient: Megatron refuses it
         raise refuse("norm_topk_prob with num_experts_per_tok = 1", True, False)
-    layers, step, mlp_only = config.size("num_hidden_layers"), config.size("decoder_sparse_step"), set(config.get("mlp_only_layers") or ())
-    count_field = "num_local_experts" if "num_local_experts" in config.fields else "num_experts"  # transformers 5 writes the first name
+    layers, step, mlp_only = config.size("num_hidden_layers"), config.size("decoder_sparse_step"), set(config.sizes("mlp_only_layers"))
     experts = MoEGeometry(
-        count=config.size(count_field),
+        count=count,
         ffn=config.size("moe_intermediate_size"),
         dense_layers=frozenset(layer for layer in range(layers) if layer in mlp_only or (layer + 1) % step),
         dense_in_engine=False,

@@ -91,7 +91,7 @@ def test_rotary_positions_routing_and_the_default_head_dim():
         return moe.top_k, moe.sigmoid, moe.normalized, moe.scale, moe.groups, moe.groups_used
 
     defaults = {name: value for name, value in MOE.items() if name not in ("norm_topk_prob", "num_experts_per_tok")}
-    assert routing(MOE) == (2, False, True, 1.0, 1, 1) and routing(defaults) == (8, False, False, 1.0, 1, 1)
+    assert routing(MOE) == (2, False, True, 1.0, 1, 1) and routing(defaults | {"num_experts": 8}) == (8, False, False, 1.0, 1, 1)
     assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
 
 
@@ -106,7 +106,7 @@ ABSENT = object()
     (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
     (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
     (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
-    (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
+    (QWEN3, {"head_dim": None}, "head_dim = None: is missing"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
     (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
@@ -114,7 +114,7 @@ ABSENT = object()
     (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
     (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
     (MOE, {"moe_intermediate_size": ABSENT}, "moe_intermediate_size = None: is missing"),
-    (MOE, {"num_experts": ABSENT}, "num_experts = None: is missing"),
+    (MOE, {"num_experts": ABSENT}, "num_local_experts = None: is missing"),
     (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
     (DEEPSEEK, {"q_lora_rank": ABSENT}, "q_lora_rank = None: is missing"),
     (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
@@ -128,6 +128,22 @@ ABSENT = object()
     (AIR, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
     (AIR, {"rope_scaling": LLAMA3}, "rope scaling = llama3"),
     (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (QWEN3, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config = .* is not known to the trainer"),
+    (LLAMA, {"attention_multiplier": 0.5}, "attention_multiplier = 0.5: is not known to the trainer"),
+    (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096: is not known to the trainer"),
+    (QWEN3, {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    (QWEN3, {"tie_word_embeddings": "false"}, "tie_word_embeddings = false: must be true or false"),
+    (QWEN3, {"rope_scaling": ["yarn"]}, "must be an object"),
+    (QWEN3, {"rope_parameters": "default"}, "rope_parameters = default: must be an object"),
+    (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": LLAMA3}, "rope_scaling = .* differs from"),
+    (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "new": 1}}, "rope new = 1: is not known"),
+    (QWEN3, {"rope_theta": "1e6"}, "rope_theta = 1e6: must be a positive number"),
+    (QWEN3, {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: must be a positive number"),
+    (MOE, {"num_local_experts": 8}, "num_experts = 4: differs from num_local_experts = 8"),
+    (MOE, {"num_experts_per_tok": 999}, "num_experts_per_tok = 999: must be at most 4"),
+    (MOE, {"mlp_only_layers": "1"}, "mlp_only_layers = 1: must be a list of integers"),
+    (DEEPSEEK, {"first_k_dense_replace": None}, "first_k_dense_replace = None: is missing"),
+    (DEEPSEEK, {"n_group": 3}, "n_group = 3: must divide"),
 ])  # fmt: skip
 def test_unsupported_settings_are_refused_by_field(config, changes, words):
     with pytest.raises(GeometryError, match=f"config.json .*{words}"):
