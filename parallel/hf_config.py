@@ -130,7 +130,7 @@ class HFConfig:
         return HFConfig(value, part)
 
     def refuse_unread(self) -> None:
-        """Raise GeometryError for the first field that was not read and may have an effect. Fields that are null, false or empty are off."""
+        """Raise GeometryError for the first field that was not read and may have an effect. A null, false or empty field has none."""
         for name, value in self.fields.items():
             known = name in self.read or name in WITHOUT_EFFECT or SAME.get(name) in self.read or name in _OWN
             if not known and value not in (None, False, "", [], {}):

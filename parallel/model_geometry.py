@@ -90,7 +90,7 @@ class ModelGeometry:
 
     @staticmethod
     def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the family's own `model_type`, its architecture, and its defaults for absent fields, because an engine has
+        """Return config.json with the family's own `model_type`, its architecture, and its defaults for absent fields: an engine may have
         other defaults or none. Raise GeometryError as `from_hf_config` does."""
         family, fields = load_family(config.get("model_type")), HFConfig(config)
         family.read(fields)

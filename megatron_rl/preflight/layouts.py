@@ -8,6 +8,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
+from parallel.hf_config import HFConfig
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
 from parallel.row_sums import LEAF, holds_node
@@ -61,7 +62,7 @@ def checkpoint_format_is_known(facts: Facts) -> None:
 @rule(Needs.MODEL)
 def longest_sequence_fits(facts: Facts) -> None:
     config, longest = facts.config, facts.config.longest_sequence
-    limit = facts.hf_config.get("max_position_embeddings", longest)
+    limit = HFConfig(facts.hf_config).size("max_position_embeddings")
     if longest > limit and config.agent:
         raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it")
     if longest > limit:
