@@ -112,7 +112,13 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     for tp, kv_heads in ((1, 8), (8, 1), (16, 1)):
         assert weights.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
         assert weights.count_kv_bytes_per_token(job(precision={"kv": "e4m3_per_layer"}), tp) == 36 * 2 * kv_heads * 128
-    deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    deepseek = PUBLISHED["DeepSeek-V3"] | {
+        "rope_scaling": None,
+        "max_position_embeddings": 4096,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+    }
     for kv, nbytes in (("high", (512 + 64) * 2), ("e4m3", 512 + 1 + 64 + 1)):  # a byte for a number, one for a scale
         config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": {"kv": kv}}))
         assert weights.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * nbytes
