@@ -3,9 +3,13 @@
 import pytest
 import torch
 from support import train_command
+from support.fp8_checkpoints import with_random_blocks
 from support.models import make_checkpoint, read_weights
 from support.processes import ROOT, Command
-from support.train_command import TORCHRUN, finish, latest, read_json, read_numbers, read_rows, train
+from support.train_command import TINY, TORCHRUN, finish, latest, make_model, read_json, read_numbers, read_rows, train
+
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 LEARNING = {
@@ -137,3 +141,24 @@ def test_the_graph_of_fp8_rollout_shows_where_the_engine_quantizes_and_the_train
     line = "layers 0..1: mlp.down.weight -> mlp.down (weight) is e4m3 128x128 pow2 in the rollout, fp32 in training"
     assert line in done.out and line in read_json(tmp_path / "g.json")["differences"]
     assert "8 differences" in (tmp_path / "g.svg").read_text()
+
+
+def test_an_fp8_checkpoint_with_float_scales_is_trained_from_its_own_blocks(tmp_path):
+    """As DeepSeek-V3 and Qwen3-FP8 are published. After steps of 1e-12, the exported values are still the checkpoint's."""
+    changes = {"precision.scale_format": "fp32", "train.learning_rate": 1e-12, "algorithm.entropy_coef": 0.01, "precision.high": "bf16"}
+    changes["precision.masters"] = "stored"  # spread masters may lie next to the edge of their interval
+    make_model(tmp_path, {**TINY, **changes, "model.path": tmp_path / "model"})
+    with_random_blocks(tmp_path / "model", "fp32", seed=1)
+    done = finish(train(tmp_path, changes))
+    assert done.code == 0, done.err
+    rows = read_rows(latest(tmp_path))
+    assert all(row["mismatch/abs_max"] == 0 < row["grad_norm"] and row["sync/proved"] == row["sync/tensors"] for row in rows[1:])
+    checkpoint, output = latest(tmp_path) / "checkpoints" / "step_00002", tmp_path / "exported"
+    done = finish(Command(tmp_path, "megatron_rl", "export", "--checkpoint", checkpoint, "--output", output, "--precision", "fp8"))
+    assert done.code == 0, done.err
+    source, exported = read_weights(tmp_path / "model"), read_weights(output)
+    quantized = [name for name, tensor in source.items() if tensor.dtype == torch.float8_e4m3fn]
+    for name in quantized:
+        values = (dequantize_weight(QuantizedWeight(side[name], side[f"{name}_scale_inv"])) for side in (source, exported))
+        torch.testing.assert_close(*values, rtol=1e-6, atol=1e-9)
+    assert len(quantized) == 7
