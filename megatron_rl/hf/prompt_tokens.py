@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import UserError
@@ -35,13 +36,25 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: i
             anchor.
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    added = tokenizer.added_tokens_decoder.get(before) if text and before is not None else None
-    if added is not None and (found := _encode_behind(tokenizer, added.content, text)) is not None:
+    added = _list_added_tokens(tokenizer).get(before) if text and before is not None else None
+    if added is not None and (found := _encode_behind(tokenizer, added, text)) is not None:
         return found
-    if not text or _encode_behind(tokenizer, "\n", "a") == tokenizer.encode("a", add_special_tokens=False):
+    if not text or not _changes_beginnings(tokenizer):
         return ids
     behind = (_encode_behind(tokenizer, anchor, text) for anchor in _ANCHORS)
     return next((found for found in behind if found is not None), ids)
+
+
+@lru_cache(maxsize=16)
+def _list_added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the texts of added tokens. Cached, because transformers builds this table anew at each access."""
+    return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+
+
+@lru_cache(maxsize=16)
+def _changes_beginnings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text has other tokens at the beginning than behind other text."""
+    return _encode_behind(tokenizer, "\n", "a") != tokenizer.encode("a", add_special_tokens=False)
 
 
 def _encode_behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> list[int] | None:

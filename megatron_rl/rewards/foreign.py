@@ -152,9 +152,8 @@ class _TRLFunction(ForeignFunction):
     def __call__(self, text: str, problem: Problem, sample: Sample) -> Reward:
         columns = {"answer": problem.answer, **problem.columns}
         if self.takes_any:
-            columns = {
-                name: value for name, value in columns.items() if name not in ("prompt", "completion", "completion_ids")
-            }  # as in TRL
+            left_out = ("prompt", "completion", "completion_ids")  # as in TRL
+            columns = {name: value for name, value in columns.items() if name not in left_out}
 
         def call(prompt: Any, completion: Any) -> Any:
             values = {**columns, "prompts": prompt, "completions": completion, "completion_ids": [*sample.token_ids]}

@@ -166,9 +166,8 @@ class WorkerPool(Generic[ResultT]):
             if worker.channel in answering:
                 self._receive(worker)
             elif time.monotonic() > worker.deadline and not worker.channel.poll():
-                if (
-                    worker.ready and worker.tasks[0].kind not in worker.known
-                ):  # the task probably hangs; many that hang must not take this long each
+                if worker.ready and worker.tasks[0].kind not in worker.known:
+                    # the task probably hangs; many that hang must not take this long each
                     self._first_timeout = max(self._timeout, 2 * self._slowest_first, self._first_timeout / 2)
                 self._replace(worker, f"{'timeout' if worker.ready else 'not ready'} after {worker.limit:g} s")
 
