@@ -79,18 +79,20 @@ def split_engine_record(recorded: OperatorRows, samples: list[TrainingSample]) -
     recorded = dict(recorded)
     requests, positions, tokens, logit_rows = (recorded.pop(name) for name in ("requests", "positions", "tokens", "logit_rows"))
     logits = recorded.pop("lm_head")
-    served: dict[int, list[int]] = {}
+    newest: dict[int, list[int]] = {}
     streams: list[list[int]] = []
     for row, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
         if position == 0:
             streams.append([])
-            served[request] = streams[-1]
-        served[request].append(row)
-    by_tokens = {tuple(tokens[stream].tolist()): stream for stream in streams}
+            newest[request] = streams[-1]
+        newest[request].append(row)
+    served_tokens = [tokens[stream].tolist() for stream in streams]
     logit_of_row = torch.full((len(tokens),), -1).scatter(0, logit_rows, torch.arange(len(logit_rows)))
     rows_of_samples = []
     for sample in samples:
-        stream = by_tokens.get(tuple(sample.ids[:-1].tolist()))
+        inputs = sample.ids[:-1].tolist()
+        # an overlapped scheduler computes one token beyond the end of a response
+        stream = next((s[: len(inputs)] for s, served in zip(streams, served_tokens, strict=True) if served[: len(inputs)] == inputs), None)
         if stream is None:
             raise RunError("the engine did not record all tokens; ask for fewer with --prompts or --tokens")
         response = stream[len(sample.prompt_ids) - 1 :]
@@ -102,10 +104,10 @@ def record_trainer(policy: Policy, samples: list[TrainingSample]) -> list[Operat
     """Return the trainer's rows of each sample, in the form of `split_engine_record`. All samples are in one micro-batch."""
     (batch,) = make_micro_batches(samples, sum(sample.length for sample in samples))
     with torch.no_grad(), record_activations(policy.chunks[0]) as recorded:
-        policy.forward(batch)
+        policy.forward(batch.to(next(policy.chunks[0].parameters()).device))
     rows_of_samples: list[OperatorRows] = [{} for _ in samples]
     for op, values in recorded.items():
-        for index, rows in zip(batch.sample_indices, values.split(batch.lengths), strict=False):
+        for index, rows in zip(batch.sample_indices, values.cpu().split(batch.lengths), strict=False):
             rows_of_samples[index][op] = rows[len(samples[index].prompt_ids) - 1 :] if op == "lm_head" else rows
     return rows_of_samples
 

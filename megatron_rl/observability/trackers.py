@@ -44,7 +44,10 @@ class TensorBoard:
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1)
+        folder = folder / "tensorboard"
+        if resume_step is not None:
+            _put_before_new_files(folder)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=None if resume_step is None else resume_step + 1)
         panels = {panel: ["Multiline", [metric.pattern for metric in metrics]] for panel, metrics in group_by_panel().items()}
         self._writer.add_custom_scalars({"megatron-rl": panels})
 
@@ -55,6 +58,13 @@ class TensorBoard:
 
     def finish(self, status: str) -> None:
         self._writer.close()
+
+
+def _put_before_new_files(folder: Path) -> None:
+    """Rename event files in their order. TensorBoard reads files in the order of their names, which begin with the second. A file of
+    a resumed run would come first if the clock went back, and within one second the order is that of host, process, and counter."""
+    for number, file in enumerate(sorted(folder.glob("events.out.tfevents.*"))):
+        file.rename(folder / f"events.out.tfevents.{number:010d}")
 
 
 class WandB:

@@ -111,6 +111,8 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
         RunLog.reopen(log.dir, {}, collect_versions(), {}, 2)
     log.record_contents({"data.eval.source": "a"})
     log.finish("broken", "a reason")
+    (events,) = (log.dir / "tensorboard").iterdir()
+    events.rename(events.with_name("events.out.tfevents.9999999999.host.1.0"))  # the clock goes back before the run is resumed
     with (log.dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     again = RunLog.reopen(log.dir, {"train": {"steps": 5}, "log": {"trackers": ["tensorboard"]}}, collect_versions(), {}, 2)
