@@ -17,14 +17,15 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with a corrected softmax scale. Fields have Megatron's names."""
+    """YaRN (arXiv 2309.00071). Cosines and sines are multiplied by 0.1 ln(factor) + 1, or by the ratio of that with ln(factor) multiplied
+    by `mscale` and by `mscale_all_dim`; latent attention also corrects its softmax scale. Fields have Megatron's names."""
 
     rotary_scaling_factor: float
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True)
@@ -207,12 +208,16 @@ def _read_llama3(settings: HFConfig) -> float:
 
 
 def _read_yarn(settings: HFConfig) -> Yarn:
-    settings.with_defaults(beta_fast=32.0, beta_slow=1.0).require(attention_factor=None, truncate=True)
-    return Yarn(
+    settings.with_defaults(beta_fast=32.0, beta_slow=1.0).require(truncate=True)
+    scaled = settings.get("mscale") is not None or settings.get("mscale_all_dim") is not None
+    mscale, of_all = (settings.number("mscale"), settings.number("mscale_all_dim")) if scaled else (None, None)
+    yarn = Yarn(
         settings.number("factor"),
         settings.size("original_max_position_embeddings"),
         beta_fast=settings.number("beta_fast"),
         beta_slow=settings.number("beta_slow"),
-        mscale=settings.number("mscale"),  # required, because libraries disagree on the defaults
-        mscale_all_dim=settings.number("mscale_all_dim"),
+        mscale=mscale,
+        mscale_all_dim=of_all,
     )
+    settings.require(attention_factor=None if scaled else 0.1 * math.log(max(yarn.rotary_scaling_factor, 1.0)) + 1.0)
+    return yarn

@@ -108,7 +108,7 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=geometry.tied,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if geometry.rope.yarn and not geometry.latent else "rope",
         rotary_percent=geometry.rope.share,
         rotary_base=geometry.rope.theta,
         rope_scaling=geometry.rope.llama3_factor is not None,

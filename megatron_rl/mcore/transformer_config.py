@@ -44,7 +44,7 @@ def build_transformer_config(
 ) -> QuantizedTransformerConfig:
     """Return Megatron's config of a model."""
     dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
-    return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
+    config = (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
         num_attention_heads=geometry.heads,
@@ -83,6 +83,11 @@ def build_transformer_config(
         **attention_options(geometry),
         **expert_options(geometry),
     )
+    if geometry.rope.yarn and not geometry.latent:  # of plain attention, Megatron reads attributes that are no fields
+        for name, value in asdict(geometry.rope.yarn).items():
+            setattr(config, f"yarn_{name}", value)
+        config.yarn_correction_range_round_to_int = True  # type: ignore[attr-defined]
+    return config
 
 
 def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:

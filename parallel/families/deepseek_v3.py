@@ -23,10 +23,13 @@ def read(config: HFConfig) -> ModelGeometry:
         rope_dim=config.size("qk_rope_head_dim"),
         v_dim=config.size("v_head_dim"),
     )
+    rope = config.rope("yarn")
+    if rope.yarn is not None and rope.yarn.mscale is None:
+        raise GeometryError("config.json rope mscale", None, "is missing, and libraries disagree on its default", CORRECT)
     return ModelGeometry(
         **config.widths(),
         head_dim=latent.nope_dim + latent.rope_dim,
-        rope=config.rope("yarn"),
+        rope=rope,
         experts=read_experts(config, moe_step=config.size("moe_layer_freq")),
         latent=latent,
         mtp_layers=config.size("num_nextn_predict_layers", least=0),

@@ -11,4 +11,4 @@ ARCHITECTURE = "LlamaForCausalLM"
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(num_key_value_heads=config.get("num_attention_heads"), rope_theta=10000.0)  # as in transformers
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), rope=config.rope("llama3"))
+    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), rope=config.rope("llama3", "yarn"))

@@ -11,4 +11,4 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 def read(config: HFConfig) -> ModelGeometry:
     config.require(hidden_act="silu", use_sliding_window=False)
     config.read.add("sliding_window")  # off by use_sliding_window
-    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), qkv_bias=True, rope=config.rope("llama3"))
+    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), qkv_bias=True, rope=config.rope("llama3", "yarn"))

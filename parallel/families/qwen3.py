@@ -11,4 +11,4 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 def read(config: HFConfig) -> ModelGeometry:
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
     config.read.add("sliding_window")  # off by use_sliding_window
-    return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope("llama3"))
+    return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope("llama3", "yarn"))

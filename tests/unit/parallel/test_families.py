@@ -84,6 +84,8 @@ def test_rotary_positions_routing_and_the_default_head_dim():
     new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
     assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
     assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
+    for name in (QWEN2, QWEN3, MOE, LLAMA):
+        assert ModelGeometry.from_hf_config(name | {"rope_scaling": YARN_OF_CARD}).rope.yarn == Yarn(4.0, 32768, 32.0, 1.0)
     assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
 
     def routing(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -95,6 +97,8 @@ def test_rotary_positions_routing_and_the_default_head_dim():
     assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
 
 
+YARN_OF_CARD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+"""As the model cards of Qwen2.5 and Qwen3 have it."""
 LLAMA3, YARN = LLAMA["rope_scaling"], DEEPSEEK["rope_scaling"]
 ABSENT = object()
 
@@ -110,7 +114,13 @@ ABSENT = object()
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
     (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
-    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope original_max_position_embeddings = None"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only 1.138"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attn_factor": 2.0}}, "rope attn_factor = 2.0: is not known"),
+    (QWEN2, {"rope_scaling": YARN_OF_CARD | {"mscale": 1.0}}, "mscale_all_dim = None: must be a positive number"),
+    (QWEN2, {"rope_scaling": YARN_OF_CARD | {"factor": "4"}}, "factor = 4: must be a positive number"),
+    (QWEN3, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling = dynamic: .* supports only default and llama3 and yarn"),
+    (DEEPSEEK, {"rope_scaling": YARN_OF_CARD}, "rope mscale = None: is missing"),
     (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
     (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
     (MOE, {"moe_intermediate_size": ABSENT}, "moe_intermediate_size = None: is missing"),
