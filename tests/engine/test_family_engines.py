@@ -42,7 +42,9 @@ SHORT = [("glm4_moe", "fp8_layer_kv")]  # other tests have engines of the other 
 )
 def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
     contract = PrecisionContract.from_config(PrecisionConfig(**MODES[mode]))
-    model = replace(ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family]), kv_scales=contract.scales_kv_by_layer)
+    model = replace(
+        ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[family] | {"num_hidden_layers": 2}), kv_scales=contract.scales_kv_by_layer
+    )
     tensors = list_stored_tensors(build_sglang_shards(model, 1, 0), contract.format_of)
     with World(1, tmp_path / "world") as world:
         world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], Layout(), {}, True)
