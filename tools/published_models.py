@@ -26,11 +26,11 @@ _CONFIG = Config.model_validate({"model": {"path": "x"}, "precision": {"mode": "
 _UNITS = {"B": 10**9, "M": 10**6}
 _TEXT = """# Published models
 
-Made by `python tools/published_models.py` from [config.json files](../../configs/published_models.jsonl) of published models, by the rules of
-`megatron-rl plan`. No weights were read. The fields come from copies of the files in public repositories, or were written from their published
-values; nested sections of refused models are left out. *Published*: the bytes in the checkpoint's safetensors index, two for each parameter,
-or the number of parameters that the model card or the hub names. Each agrees with the counted *parameters*, which exclude layers for
-multi-token prediction (MTP). *KV cache*: bytes per token of all layers in BF16, with `rollout.tp = 1`.
+Made by `python tools/published_models.py` from the [config.json files](../../configs/published_models.jsonl) of published models, by the
+rules of `megatron-rl plan`. No weights were read. The fields come from copies of the files in public repositories, or were written from
+their published values; nested sections of refused models are left out. *Published*: the bytes in the checkpoint's safetensors index, two
+for each parameter, or the number of parameters that the model card or the hub names. Each agrees with the counted *parameters*, which
+exclude layers for multi-token prediction (MTP). *KV cache*: bytes per token of all layers in BF16, with `rollout.tp = 1`.
 
 | model | family | parameters | published | KV cache | checkpoint |
 |---|---|---|---|---|---|
