@@ -49,7 +49,8 @@ _NAMES = """
     max_window_layers output_attentions output_hidden_states return_dict is_decoder is_encoder_decoder add_cross_attention id2label label2id
     problem_type chunk_size_feed_forward _name_or_path name_or_path _commit_hash _attn_implementation attn_implementation do_sample
     temperature top_p top_k min_p num_beams repetition_penalty length_penalty typical_p num_return_sequences early_stopping
-    remove_invalid_values torchscript tie_encoder_decoder unsloth_fixed unsloth_version model_max_length qk_head_dim
+    remove_invalid_values torchscript tie_encoder_decoder unsloth_fixed unsloth_version model_max_length qk_head_dim is_llama_config
+    is_qwen2_config transformers.js_config neftune_noise_alpha gradient_checkpointing use_reentrant_checkpointing
 """
 WITHOUT_EFFECT = frozenset(_NAMES.split())
 """Fields that change nothing that trainer or engine compute: they describe files, tokens, training, or defaults of generation, or another

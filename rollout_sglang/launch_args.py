@@ -115,8 +115,10 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
-            if not _PREFILL_GRAPHS & rollout.sglang.keys():  # SGLang's default, breakable graphs, cannot be released
-                options["cuda-graph-backend-prefill"] = "disabled"
+        # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
+        unwanted = config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
+        if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
+            options["cuda-graph-backend-prefill"] = "disabled"
     else:
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}

@@ -53,7 +53,7 @@ def engines_fit_on_their_nodes(facts: Facts) -> None:
 def kv_scales_by_token_run_on_a_cpu(facts: Facts) -> None:
     if facts.contract.kv == "e4m3" and facts.node_gpus:
         rule = "only runs on CPUs, because SGLang's GPU kernels do not read a scale per token and head"
-        raise UserError("precision.kv", facts.contract.kv, rule, "use e4m3_per_layer")
+        raise UserError("precision.kv", facts.contract.kv, rule, "use e4m3_per_layer, or high with latent attention (MLA)")
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)

@@ -61,7 +61,7 @@ def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) 
 class _Stream:
     """A stream or an event without timing."""
 
-    cuda_stream = 0
+    cuda_stream = stream_id = 0
     device = torch.device("cuda", 0)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...

@@ -115,10 +115,10 @@ def _observe_passes(recorder: Recorder) -> Iterator[None]:
 
 
 def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
-    begin, hf_config = gpu.recorder.begin, read_config(config.model.folder)
+    begin, source, hf_config = gpu.recorder.begin, config.model.folder, read_config(config.model.folder)
     begin("build")
     start_megatron(layout, config.train.seed)
-    with read_headers_only(gpu, config.model.folder, scratch) as folder:
+    with read_headers_only(gpu, source, scratch) as folder:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
         actor, shards = load_actor(config, layout, hf_config)
         reference = load_reference(config, layout, hf_config, actor)
@@ -149,7 +149,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     _pack_chunks(config, layout, actor, shards, hf_config)
     begin("checkpoint")
     files = RehearsedFiles(gpu, config.make_trained_geometry(hf_config), layout)
-    with files.replace_disk():
+    with files.replace_disk(), read_headers_only(gpu, source, scratch):  # a checkpoint has a copy of layers that are not trained
         saved = _save(config, layout, actor, critic, hf_config, scratch)
         files.complete_as_rank0(saved / "mcore")
     gpu.recorder.phase.written = files.nbytes

@@ -9,6 +9,6 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, use_qk_norm=True)
     config.read.add("sliding_window")  # off by use_sliding_window
     return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope("llama3", "yarn"))

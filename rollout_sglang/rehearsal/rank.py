@@ -92,11 +92,11 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
     from megatron_rl.hf.files import read_config
     from megatron_rl.hf.write import describe_weights
     from megatron_rl.precision.contract import PrecisionContract
-    from megatron_rl.rollout.engine_placement import place_engine
+    from megatron_rl.rollout.engine_placement import EnginePlacement
     from megatron_rl.sync.plan import SyncPlan
     from rollout_sglang import launch_args
 
-    contract, placement = PrecisionContract.from_config(config.precision), place_engine(config.rollout, 0)[0]
+    contract, placement = PrecisionContract.from_config(config.precision), EnginePlacement()  # hosts are not needed
     os.environ |= launch_args.make_environment(config, contract, placement)
     hf_config = read_config(config.model.folder)
     geometry, layout = config.make_geometry(hf_config), config.train.layout.to_layout()

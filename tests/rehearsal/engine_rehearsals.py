@@ -98,6 +98,7 @@ CASES = {
     "tree": ([*TWO, *TREE], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
     "latent": (TWO, LATENT),
+    "latent, two nodes": ([*TWO, *APART, "--rollout.nodes_per_engine=2"], LATENT),
     "router": (TWO, ROUTER),
     "int8 experts": ([*TWO, *EP, *INT8], EXPERTS | {"num_hidden_layers": 2}),
 }

@@ -164,9 +164,10 @@ def _values(operand, recipe):
     data, scale = operand
     mn, k = data.shape
     assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and data.is_contiguous()
+    assert k % 16 == 0 and data.data_ptr() % 16 == 0, "TMA reads rows that are aligned to 16 bytes"
     assert scale.shape == (-(-mn // recipe[0]), -(-k // recipe[1])), (data.shape, scale.shape)
     if recipe[0] == 1:
-        assert scale.stride() == (1, -(-mn // 4) * 4), "not aligned for TMA: a copy would be made"
+        assert scale.data_ptr() % 16 == 0 and scale.stride() == (1, -(-mn // 4) * 4), "not aligned for TMA: a copy would be made"
     else:
         assert scale.is_contiguous()
     spread = scale.repeat_interleave(recipe[0], 0)[:mn].repeat_interleave(recipe[1], 1)[:, :k]
@@ -175,7 +176,7 @@ def _values(operand, recipe):
 
 def fp8_gemm_nt(a, b, d, c=None, recipe=None):
     product = _values(a, (recipe[0], recipe[2])) @ _values(b, (recipe[1], recipe[2])).t()
-    assert d.shape == product.shape and d.stride(-1) == 1
+    assert d.shape == product.shape and d.stride(-1) == 1 and d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0, "TMA writes whole atoms"
     if recipe == (1, 128, 128):
         assert c is None and d.dtype == torch.bfloat16
         d.copy_(product)
@@ -219,12 +220,12 @@ class Quantized(SimpleNamespace):
         """Return one side's matrix as float32, as it is stored: the contraction is innermost."""
         data, scale = vars(self)[f"{side}_data"], vars(self)[f"{side}_scale_inv"]
         mn, k = data.shape
-        assert data.dtype == torch.uint8 and data.is_contiguous() and scale.is_contiguous() and k % 16 == 0
+        assert data.dtype == torch.uint8 and data.is_contiguous() and scale.is_contiguous() and k % 16 == 0 and mn % 8 == 0
         if self.is_2D_scaled:
             assert scale.shape == (-(-mn // 128), -(-k // 128 // 4) * 4)
             spread = scale.repeat_interleave(128, 0)[:mn].repeat_interleave(128, 1)[:, :k]
         else:
-            assert scale.shape == (-(-k // 128), -(-mn // 4) * 4) and mn % 8 == 0
+            assert scale.shape == (-(-k // 128), -(-mn // 4) * 4)
             spread = scale.t()[:mn].repeat_interleave(128, 1)[:, :k]
         return data.view(torch.float8_e4m3fn).float() * spread
 

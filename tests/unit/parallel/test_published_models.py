@@ -1,11 +1,14 @@
-"""Published models: which tensor-parallel sizes keep FP8 blocks whole, and which sizes a refusal suggests."""
+"""Published models: which are supported, which tensor-parallel sizes keep FP8 blocks whole, and which sizes a refusal suggests."""
 
+import json
 import re
 
+import published_models
 import pytest
 from support.geometries import dense_config, published_model
 from support.golden.slow_cut import as_fp8
 
+from parallel.families import FAMILIES
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import add_layout_hints, find_engine_problem, find_nearest_engines, find_nearest_layouts, find_trainer_problem
 from parallel.megatron_shards import build_trainer_shards
@@ -29,6 +32,20 @@ WORKS = {  # tensor-parallel sizes of attention and MLP that work on both sides
     "GLM-4-32B-0414": (1, 2, 4),
 }
 EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek-V3": (1, 2, 4, 8, 16)}  # ranks that share one expert
+
+
+def test_the_page_is_what_the_tool_writes():
+    """A change of support changes the page: run `python tools/published_models.py`, and check each changed row."""
+    assert published_models.PAGE.read_text() == published_models.render()
+
+
+def test_every_family_has_published_models_and_most_sizes_are_known():
+    lines = [json.loads(line) for line in published_models.MODELS.read_text().splitlines()]
+    rows = [published_models.describe(line) for line in lines]
+    supported = [row for row in rows if not row.refusal]
+    assert {row.cells[0].strip("`") for row in supported} == set(FAMILIES) and len(supported) >= 40 and len(rows) - len(supported) >= 30
+    unknown = [row.model for line, row in zip(lines, rows, strict=True) if not row.refusal and "published" not in line]
+    assert unknown == ["zai-org/GLM-4.6"]
 
 
 @pytest.mark.parametrize("name", WORKS)

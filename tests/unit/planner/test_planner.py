@@ -503,6 +503,13 @@ def test_what_is_advised_works(name, change, options, remedy, tmp_path):
         assert followed.exit_code == 0, followed.stderr
 
 
+def test_weights_that_only_another_file_describes_are_refused(tmp_path):
+    """As in NVIDIA's quantized checkpoints, whose config.json is that of the BF16 model. SGLang reads the other file."""
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    failed = plan(PUBLISHED["Qwen3-8B"], "--nodes=1", folder=tmp_path)
+    assert failed.exit_code == 2 and "hf_quant_config.json': describes quantized weights that config.json does not" in failed.stderr
+
+
 def test_each_side_is_refused_for_its_own_layout():
     """An engine that cuts a subtree of the sum must not make the planner drop the trainer's layout, or the other way round."""
     planner = Planner(job("Qwen3-30B-A3B"), NODE)

@@ -60,7 +60,7 @@ def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_pref
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 
 
-def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
+def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start, monkeypatch):
     assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
     arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
@@ -69,6 +69,8 @@ def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments
     assert (option, value) in pairwise(start()[0])
     arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
     assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: {"kv_lora_rank": 512})  # SGLang absorbs kv_b in such graphs
+    assert (option, value) in pairwise(start(kind="disaggregated")[0])
 
 
 def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypatch):
