@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import list_kept_files
+from parallel.hf_config import CORRECT
 
 _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
 _PLAIN = "1 + 1 = 2"
@@ -57,7 +58,13 @@ def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
 
 
 def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
-    """Raise UserError, naming `field`, if the copy of a checkpoint folder has another tokenizer than the source, or none."""
+    """Raise UserError, naming `field`, if transformers cannot read config.json in the copy of a checkpoint folder, as an engine does, or if
+    the copy has another tokenizer than the source, or none."""
+    try:
+        AutoConfig.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any class, depending on what is wrong
+        reason = " ".join(str(error).split())
+        raise UserError(field, str(source), f"transformers cannot read its config.json ({reason[:200]})", CORRECT) from error
     found = _describe(copy, _stamp(copy))
     for what, wanted in _describe(source, _stamp(source)).items():
         if found.get(what) != wanted:

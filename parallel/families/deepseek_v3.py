@@ -14,6 +14,7 @@ def read(config: HFConfig) -> ModelGeometry:
     config.fields["num_key_value_heads"] = config.get("num_attention_heads")  # every head has its own
     config.with_defaults(num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_layer_freq=1)
     config.with_defaults(first_k_dense_replace=3, n_shared_experts=1, num_nextn_predict_layers=1)
+    config.with_defaults(topk_method="noaux_tc", scoring_func="sigmoid")  # SGLang has no defaults
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, rope_interleave=True)
     config.read.add("head_dim")  # transformers 5 writes qk_rope_head_dim under this name
     latent = MLAGeometry(
@@ -50,7 +51,7 @@ def read_experts(config: HFConfig, moe_step: int = 1) -> MoEGeometry:
     return MoEGeometry(
         count=count,
         ffn=ffn,
-        shared_ffn=ffn * (0 if config.get("n_shared_experts") is None else config.size("n_shared_experts", least=0)),
+        shared_ffn=ffn * config.size("n_shared_experts", least=0),
         dense_layers=frozenset(layer for layer in layers if layer < first_dense or layer % moe_step),
         correction_bias=True,
         top_k=top_k,
