@@ -9,6 +9,7 @@ from parallel.shards import GeometryError
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
+MOST_LAYERS, MOST_EXPERTS = 1000, 10_000  # more than any model has: each is an object of this program
 _INTEGERS = {0: "a non-negative", 1: "a positive"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that are constants in Megatron's RotaryEmbedding. All Llama 3 models use them."""
@@ -145,8 +146,8 @@ class HFConfig:
     def widths(self) -> dict[str, Any]:
         """Return the fields of `ModelGeometry` that nearly every family shares."""
         self.with_defaults(rms_norm_eps=1e-6).require(is_causal=True)
-        layer_types = self.get("layer_types")
-        if layer_types is not None and layer_types != ["full_attention"] * self.size("num_hidden_layers"):
+        layers, layer_types = self.size("num_hidden_layers", most=MOST_LAYERS), self.get("layer_types")
+        if layer_types is not None and layer_types != ["full_attention"] * layers:
             raise refuse("layer_types", layer_types, "full_attention in every layer")
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         if heads % kv_heads:
@@ -154,7 +155,7 @@ class HFConfig:
             raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
         return {
             "family": self.get("model_type"),
-            "layers": self.size("num_hidden_layers"),
+            "layers": layers,
             "hidden": self.size("hidden_size"),
             "heads": heads,
             "kv_heads": kv_heads,
@@ -182,7 +183,8 @@ class HFConfig:
         theta = settings.get("rope_theta", self.get("rope_theta"))
         if theta is None:
             raise GeometryError("config.json rope_theta", theta, "is missing", "add it, or rope_parameters.rope_theta")
-        theta = HFConfig({"rope_theta": theta}).number("rope_theta")
+        if (theta := HFConfig({"rope_theta": theta}).number("rope_theta")) <= 1:  # YaRN divides by its logarithm
+            raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
         if partial != share:
             raise refuse("partial_rotary_factor", partial, share)

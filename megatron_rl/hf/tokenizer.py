@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import list_kept_files
-from parallel.hf_config import CORRECT
+from megatron_rl.hf.files import list_kept_files, read_object
+from parallel.families import ALIASES
 
 _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
 _PLAIN = "1 + 1 = 2"
@@ -22,8 +22,9 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     usable tokenizer, or its tokenizer has no end token."""
     if not folder.is_dir():
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
+    family = _name_family(folder, field)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **family)
         ids = tokenizer.encode(_PLAIN, add_special_tokens=False)
         end = tokenizer.eos_token_id
     except BaseException as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
@@ -48,6 +49,12 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     return tokenizer
 
 
+def _name_family(folder: Path, field: str) -> dict[str, Any]:
+    """Return the argument by which transformers takes a model for one of the family of which it has another name, or nothing."""
+    model_type = read_object(path, field).get("model_type") if (path := folder / "config.json").is_file() else None
+    return {"config": AutoConfig.for_model(ALIASES[model_type])} if isinstance(model_type, str) and model_type in ALIASES else {}
+
+
 def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
     """Let the tokenizer add its BOS token if `add_bos_token` says so. Transformers 5 ignores this setting beside a tokenizer.json, although
     base models such as DeepSeek rely on it."""
@@ -58,13 +65,15 @@ def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
 
 
 def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
-    """Raise UserError, naming `field`, if transformers cannot read config.json in the copy of a checkpoint folder, as an engine does, or if
-    the copy has another tokenizer than the source, or none."""
-    try:
-        AutoConfig.from_pretrained(copy, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any class, depending on what is wrong
-        reason = " ".join(str(error).split())
-        raise UserError(field, str(source), f"transformers cannot read its config.json ({reason[:200]})", CORRECT) from error
+    """Raise UserError, naming `field`, if an engine could not read the configs in the copy of a checkpoint folder, or if the copy has
+    another tokenizer than the source, or none."""
+    for name, config in {"config.json": AutoConfig, "generation_config.json": GenerationConfig}.items():
+        try:
+            if (copy / name).is_file():
+                config.from_pretrained(copy, local_files_only=True)
+        except Exception as error:  # of any class, depending on what is wrong
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(field, str(source), f"transformers cannot read its {name} ({reason})", "correct the file") from error
     found = _describe(copy, _stamp(copy))
     for what, wanted in _describe(source, _stamp(source)).items():
         if found.get(what) != wanted:
