@@ -84,9 +84,9 @@ class ModelGeometry:
         family, fields = load_family(config.get("model_type")), HFConfig(config)
         model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
         fields.refuse_unread()
-        rotated = (model.latent.rope_dim if model.latent else model.head_dim) * model.rope.share
-        if rotated % 2:
-            raise GeometryError(f"config.json {'qk_rope_' * bool(model.latent)}head_dim", rotated, "elements of a head rotate in pairs", CORRECT)
+        if (rotated := (model.latent.rope_dim if model.latent else model.head_dim) * model.rope.share) % 2:
+            field = f"config.json {'qk_rope_' * bool(model.latent)}head_dim"
+            raise GeometryError(field, rotated, "elements of a head rotate in pairs", CORRECT)
         if config.get(_TRAINS_MTP):
             return replace(model, trains_mtp=model.mtp_layers > 0)
         return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model

@@ -1,7 +1,8 @@
 """Prepares the checkpoint that the engine loads: a run's or a Hugging Face checkpoint, in the engine's precision.
 
-A folder that the engine can load is used as it is, or with another config.json. Anything else is first converted into a temporary folder by the code of `export`, so the
-FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
+A folder that the engine can load is used as it is, or with the config.json that its family resolves. Anything else is first converted
+into a temporary folder by the code of `export`, so the FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside
+their base model, not merged, as in training.
 """
 
 import os

@@ -13,8 +13,9 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(decoder_sparse_step=1, num_experts_per_tok=8, norm_topk_prob=False)  # as in transformers
-    name = "num_local_experts" if config.get("num_experts") is None else "num_experts"  # transformers 5 writes the first
-    count, layers = config.size(name, most=MOST_EXPERTS), config.size("num_hidden_layers", most=MOST_LAYERS)
+    named = [name for name in ("num_local_experts", "num_experts") if name in config.fields]  # transformers 5 writes the first
+    count, *_ = [config.size(name, most=MOST_EXPERTS) for name in named or ["num_local_experts"]]
+    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
     top_k, normalized = config.size("num_experts_per_tok", most=count), config.flag("norm_topk_prob")
     if top_k == 1 and normalized:  # a weight that is always 1 gives the router no gradient: Megatron refuses it
         raise refuse("norm_topk_prob with num_experts_per_tok = 1", True, False)

@@ -149,6 +149,7 @@ ABSENT = object()
     (DEEPSEEK, {"n_shared_experts": 0}, "n_shared_experts = 0: must be a positive integer"),
     (DEEPSEEK, {"head_dim": 192}, "head_dim = 192: .* only 64"),
     (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2: .* only 4"),
     (DEEPSEEK, {"rope_theta": 1.0}, "rope_theta = 1.0: must be greater than 1"),
     (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63.0: elements of a head rotate in pairs"),
     (AIR, {"head_dim": 126}, "head_dim = 63.0: elements of a head rotate in pairs"),
@@ -156,6 +157,7 @@ ABSENT = object()
     (LLAMA, {"tie_word_embeddings": None}, "tie_word_embeddings = None: must be true or false"),
     (LLAMA, {"is_causal": False}, "is_causal = False"),
     (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be at most 1000"),
+    (MOE, {"num_local_experts": None}, "num_local_experts = None"),
     (MOE, {"num_experts": 10**9}, "num_experts = 1000000000: must be at most 10000"),
 ])  # fmt: skip
 def test_unsupported_settings_are_refused_by_field(config, changes, words):
