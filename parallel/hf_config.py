@@ -136,10 +136,10 @@ class HFConfig:
 
     def refuse_unread(self) -> set[str]:
         """Raise GeometryError for the first field that was not read and may have an effect. Return the unknown fields that have none,
-        because they are null, false or empty."""
+        because they are null, false or empty. A number has one, even 0."""
         unknown = {name for name in self.fields if name not in self.read | WITHOUT_EFFECT and SAME.get(name) not in self.read}
         for name in (name for name in self.fields if name in unknown):
-            if (value := self.fields[name]) not in (None, False, "", [], {}):
+            if (value := self.fields[name]) not in (None, False, "", [], {}) or type(value) in (int, float):
                 raise GeometryError(f"config.json {self.part}{name}", value, "is not known to the trainer, so it would be ignored", _REMOVE)
         return unknown
 
@@ -209,7 +209,7 @@ def refuse(name: str, value: object, supported: object) -> GeometryError:
 
 def _read_llama3(settings: HFConfig) -> float:
     for name, supported in _LLAMA3.items():
-        if settings.get(name) != supported:
+        if settings.get(name) != supported or isinstance(settings.get(name), bool):
             raise refuse(f"llama3 rope {name}", settings.get(name), supported)
     return settings.number("factor")
 
