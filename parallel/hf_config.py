@@ -9,8 +9,8 @@ from parallel.shards import GeometryError
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
+MOST_LAYERS, MOST_EXPERTS = 1000, 10_000  # more than any model has: each is an object of this program
 _INTEGERS = {0: "a non-negative", 1: "a positive"}
-_OWN = ("megatron_rl_critic", "megatron_rl_trains_mtp")  # `ModelGeometry.from_hf_config` reads them
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that are constants in Megatron's RotaryEmbedding. All Llama 3 models use them."""
 
@@ -50,7 +50,11 @@ _NAMES = """
     problem_type chunk_size_feed_forward _name_or_path name_or_path _commit_hash _attn_implementation attn_implementation do_sample
     temperature top_p top_k min_p num_beams repetition_penalty length_penalty typical_p num_return_sequences early_stopping
     remove_invalid_values torchscript tie_encoder_decoder unsloth_fixed unsloth_version model_max_length qk_head_dim is_llama_config
-    is_qwen2_config transformers.js_config neftune_noise_alpha gradient_checkpointing use_reentrant_checkpointing
+    is_qwen2_config transformers.js_config neftune_noise_alpha gradient_checkpointing use_reentrant_checkpointing model_type
+    _attn_implementation_autoset min_length output_scores return_dict_in_generate num_beam_groups diversity_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+    exponential_decay_length_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold assistant_lookbehind target_lookbehind megatron_rl_critic megatron_rl_trains_mtp
 """
 WITHOUT_EFFECT = frozenset(_NAMES.split())
 """Fields that change nothing that trainer or engine compute: they describe files, tokens, training, or defaults of generation, or another
@@ -85,15 +89,15 @@ class HFConfig:
         """Raise GeometryError for a field that is present with a value other than the one that the trainer supports."""
         for name, value in supported.items():
             found = self.get(name)
-            if found is not None and (found != value or type(found) is not type(value)):
+            if name in self.fields and (found != value or type(found) is not type(value)):  # null is false to transformers, not absent
                 raise refuse(self.part + name, found, value)
 
     def flag(self, name: str) -> bool:
         """Return a field that must be true, false or absent (false)."""
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
+        value = self.get(name, False)
+        if not isinstance(value, bool):
             raise GeometryError(f"config.json {self.part}{name}", value, "must be true or false", CORRECT)
-        return bool(value)
+        return value
 
     def size(self, name: str, least: int = 1, most: int | None = None) -> int:
         """Return a field that must be an integer in a range."""
@@ -131,18 +135,20 @@ class HFConfig:
             raise GeometryError(f"config.json {self.part}{name}", value, "must be an object", CORRECT)
         return HFConfig(value, part)
 
-    def refuse_unread(self) -> None:
-        """Raise GeometryError for the first field that was not read and may have an effect. A null, false or empty field has none."""
-        for name, value in self.fields.items():
-            known = name in self.read or name in WITHOUT_EFFECT or SAME.get(name) in self.read or name in _OWN
-            if not known and value not in (None, False, "", [], {}):
+    def refuse_unread(self) -> set[str]:
+        """Raise GeometryError for the first field that was not read and may have an effect. Return the unknown fields that have none,
+        because they are null, false or empty. A number has one, even 0."""
+        unknown = {name for name in self.fields if name not in self.read | WITHOUT_EFFECT and SAME.get(name) not in self.read}
+        for name in (name for name in self.fields if name in unknown):
+            if (value := self.fields[name]) not in (None, False, "", [], {}) or type(value) in (int, float):
                 raise GeometryError(f"config.json {self.part}{name}", value, "is not known to the trainer, so it would be ignored", _REMOVE)
+        return unknown
 
     def widths(self) -> dict[str, Any]:
         """Return the fields of `ModelGeometry` that nearly every family shares."""
-        self.with_defaults(rms_norm_eps=1e-6)
-        layer_types = self.get("layer_types")
-        if layer_types is not None and layer_types != ["full_attention"] * self.size("num_hidden_layers"):
+        self.with_defaults(rms_norm_eps=1e-6).require(is_causal=True)
+        layers, layer_types = self.size("num_hidden_layers", most=MOST_LAYERS), self.get("layer_types")
+        if layer_types is not None and layer_types != ["full_attention"] * layers:
             raise refuse("layer_types", layer_types, "full_attention in every layer")
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         if heads % kv_heads:
@@ -150,7 +156,7 @@ class HFConfig:
             raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
         return {
             "family": self.get("model_type"),
-            "layers": self.size("num_hidden_layers"),
+            "layers": layers,
             "hidden": self.size("hidden_size"),
             "heads": heads,
             "kv_heads": kv_heads,
@@ -178,7 +184,8 @@ class HFConfig:
         theta = settings.get("rope_theta", self.get("rope_theta"))
         if theta is None:
             raise GeometryError("config.json rope_theta", theta, "is missing", "add it, or rope_parameters.rope_theta")
-        theta = HFConfig({"rope_theta": theta}).number("rope_theta")
+        if (theta := HFConfig({"rope_theta": theta}).number("rope_theta")) <= 1:  # YaRN divides by its logarithm
+            raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
         if partial != share:
             raise refuse("partial_rotary_factor", partial, share)
@@ -203,7 +210,7 @@ def refuse(name: str, value: object, supported: object) -> GeometryError:
 
 def _read_llama3(settings: HFConfig) -> float:
     for name, supported in _LLAMA3.items():
-        if settings.get(name) != supported:
+        if settings.get(name) != supported or isinstance(settings.get(name), bool):
             raise refuse(f"llama3 rope {name}", settings.get(name), supported)
     return settings.number("factor")
 

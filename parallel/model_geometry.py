@@ -10,8 +10,8 @@ from typing import Any
 
 from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.families import load_family
-from parallel.hf_config import HFConfig, Rope
-from parallel.shards import HFTensor, Shard, Weight, make_vector, make_weight, take_all
+from parallel.hf_config import CORRECT, HFConfig, Rope
+from parallel.shards import GeometryError, HFTensor, Shard, Weight, make_vector, make_weight, take_all
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
 _CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
@@ -84,18 +84,22 @@ class ModelGeometry:
         family, fields = load_family(config.get("model_type")), HFConfig(config)
         model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
         fields.refuse_unread()
+        if (rotated := (model.latent.rope_dim if model.latent else model.head_dim) * model.rope.share) % 2:
+            field = f"config.json {'qk_rope_' * bool(model.latent)}head_dim"
+            raise GeometryError(field, rotated, "elements of a head rotate in pairs", CORRECT)
         if config.get(_TRAINS_MTP):
             return replace(model, trains_mtp=model.mtp_layers > 0)
         return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model
 
     @staticmethod
     def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the family's own `model_type`, its architecture, and its defaults for absent fields: an engine may have
-        other defaults or none. Raise GeometryError as `from_hf_config` does."""
+        """Return config.json with the family's own `model_type` and architecture, its defaults for absent fields, and without unknown
+        fields: an engine may have other defaults or none, and act on a field that is null. Raise GeometryError as `from_hf_config` does."""
         family, fields = load_family(config.get("model_type")), HFConfig(config)
         family.read(fields)
-        named = {"model_type": family.__name__.rpartition(".")[2], "architectures": config.get("architectures") or [family.ARCHITECTURE]}
-        return {**config, **fields.defaults, **named}
+        named = {"model_type": family.__name__.rpartition(".")[2], "architectures": [family.ARCHITECTURE]}
+        unknown = fields.refuse_unread()
+        return {**{name: value for name, value in config.items() if name not in unknown}, **fields.defaults, **named}
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:

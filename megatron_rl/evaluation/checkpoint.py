@@ -1,7 +1,8 @@
 """Prepares the checkpoint that the engine loads: a run's or a Hugging Face checkpoint, in the engine's precision.
 
-A folder that the engine can load is used as it is. Anything else is first converted into a temporary folder by the code of `export`, so the
-FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside their base model, not merged, as in training.
+A folder that the engine can load is used as it is, or with the config.json that its family resolves. Anything else is first converted
+into a temporary folder by the code of `export`, so the FP8 blocks are the ones that the run's sync sent. LoRA adapters are served beside
+their base model, not merged, as in training.
 """
 
 import os
@@ -17,6 +18,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.hf.write import write_all_but_weights
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
@@ -57,12 +59,14 @@ class EvalCheckpoint:
         """Return the folder for the engine: the checkpoint's own folder, or `temporary` with a converted copy."""
         weights = self.base or self.folder
         if self.loads_directly:
-            unread = HFCheckpoint(weights, read_config(weights)).list_unread_files()  # SGLang would read them
-            if self.lora is None and not unread:
+            resolved = ModelGeometry.resolve_config(hf_config := read_config(weights))
+            unread = HFCheckpoint(weights, hf_config).list_unread_files()  # SGLang would read them
+            if self.lora is None and not unread and resolved == hf_config:
                 return weights
             temporary.mkdir()
-            for file in set(weights.iterdir()) - set(unread):
+            for file in set(weights.iterdir()) - {*unread, weights / "config.json"}:
                 (temporary / file.name).symlink_to(file.absolute())
+            write_all_but_weights(temporary, resolved, None)
         else:
             convert(weights, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
         if self.lora is not None:

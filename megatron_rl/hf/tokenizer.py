@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import list_kept_files
+from megatron_rl.hf.files import list_kept_files, read_object
+from parallel.families import ALIASES, FAMILIES
 
 _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
 _PLAIN = "1 + 1 = 2"
@@ -21,8 +22,9 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     usable tokenizer, or its tokenizer has no end token."""
     if not folder.is_dir():
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
+    family = _check_configs(folder, field)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **family)
         ids = tokenizer.encode(_PLAIN, add_special_tokens=False)
         end = tokenizer.eos_token_id
     except BaseException as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
@@ -47,6 +49,21 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     return tokenizer
 
 
+def _check_configs(folder: Path, field: str) -> dict[str, Any]:
+    """Raise UserError, naming `field`, if transformers, and so an engine, cannot read the configs in a folder. Return the argument by which
+    transformers takes a model for one of the family of which it has another name, if it has."""
+    path = folder / "config.json"
+    model_type = str(read_object(path, field).get("model_type")) if path.is_file() else ""
+    for name, config in {"config.json": AutoConfig, "generation_config.json": GenerationConfig}.items():
+        try:
+            if (folder / name).is_file() and (config is GenerationConfig or model_type in FAMILIES):
+                config.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of any class, depending on what is wrong
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(field, str(folder), f"transformers cannot read its {name} ({reason})", "correct the file") from error
+    return {"config": AutoConfig.for_model(ALIASES[model_type])} if model_type in ALIASES else {}
+
+
 def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
     """Let the tokenizer add its BOS token if `add_bos_token` says so. Transformers 5 ignores this setting beside a tokenizer.json, although
     base models such as DeepSeek rely on it."""
@@ -57,7 +74,9 @@ def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
 
 
 def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
-    """Raise UserError, naming `field`, if the copy of a checkpoint folder has another tokenizer than the source, or none."""
+    """Raise UserError, naming `field`, if an engine could not read the configs in the copy of a checkpoint folder, or if the copy has
+    another tokenizer than the source, or none."""
+    _check_configs(copy, field)
     found = _describe(copy, _stamp(copy))
     for what, wanted in _describe(source, _stamp(source)).items():
         if found.get(what) != wanted:

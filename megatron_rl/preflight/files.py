@@ -53,7 +53,7 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
     """Load the tokenizer, and write a copy of its files as for an engine. Not needed by `eval`, which loads the tokenizers of its
     checkpoints immediately after the checks."""
     from megatron_rl.hf.tokenizer import load_tokenizer
-    from megatron_rl.hf.write import write_all_but_weights
+    from megatron_rl.hf.write import describe_weights, write_all_but_weights
 
     tokenizer, vocab = load_tokenizer(folder := facts.config.model.folder), facts.model.vocab
     if tokenizer.vocab_size > vocab or tokenizer.eos_token_id >= vocab:  # added tokens that no prompt uses may lie outside
@@ -63,7 +63,7 @@ def tokenizer_can_be_loaded(facts: Facts) -> None:
         )
     read_end_tokens(folder, facts.hf_config)
     with TemporaryDirectory(prefix="megatron-rl-") as copy:
-        write_all_but_weights(Path(copy), facts.hf_config, folder)
+        write_all_but_weights(Path(copy), describe_weights(facts.hf_config, facts.contract), folder)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

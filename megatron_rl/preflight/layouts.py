@@ -62,7 +62,9 @@ def checkpoint_format_is_known(facts: Facts) -> None:
 @rule(Needs.MODEL)
 def longest_sequence_fits(facts: Facts) -> None:
     config, longest = facts.config, facts.config.longest_sequence
-    limit = HFConfig(facts.hf_config).size("max_position_embeddings")
+    fields = HFConfig(facts.hf_config)
+    named = ["max_position_embeddings", *(name for name in ["model_max_length"] if fields.get(name) is not None)]  # SGLang reads either
+    limit = min(fields.size(name) for name in named)
     if longest > limit and config.agent:
         raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it")
     if longest > limit:

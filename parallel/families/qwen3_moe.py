@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from parallel.families import qwen3
-from parallel.hf_config import HFConfig, refuse
+from parallel.hf_config import MOST_EXPERTS, MOST_LAYERS, HFConfig, refuse
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 
@@ -13,11 +13,13 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(decoder_sparse_step=1, num_experts_per_tok=8, norm_topk_prob=False)  # as in transformers
-    count = config.size("num_local_experts" if config.get("num_experts") is None else "num_experts")  # transformers 5 writes the first name
+    named = [name for name in ("num_local_experts", "num_experts") if name in config.fields]  # transformers 5 writes the first
+    count, *_ = [config.size(name, most=MOST_EXPERTS) for name in named or ["num_local_experts"]]
+    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
     top_k, normalized = config.size("num_experts_per_tok", most=count), config.flag("norm_topk_prob")
     if top_k == 1 and normalized:  # a weight that is always 1 gives the router no gradient: Megatron refuses it
         raise refuse("norm_topk_prob with num_experts_per_tok = 1", True, False)
-    layers, step, mlp_only = config.size("num_hidden_layers"), config.size("decoder_sparse_step"), set(config.sizes("mlp_only_layers"))
+    step, mlp_only = config.size("decoder_sparse_step"), set(config.sizes("mlp_only_layers"))
     experts = MoEGeometry(
         count=count,
         ffn=config.size("moe_intermediate_size"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import train_command
 from support.fp8_checkpoints import with_random_blocks
-from support.models import make_checkpoint, read_weights
+from support.models import FP32, make_checkpoint, read_weights, write_model
 from support.processes import ROOT, Command
 from support.train_command import TINY, TORCHRUN, finish, latest, make_model, read_json, read_numbers, read_rows, train
 
@@ -162,3 +162,24 @@ def test_an_fp8_checkpoint_with_float_scales_is_trained_from_its_own_blocks(tmp_
         values = (dequantize_weight(QuantizedWeight(side[name], side[f"{name}_scale_inv"])) for side in (source, exported))
         torch.testing.assert_close(*values, rtol=1e-6, atol=1e-9)
     assert len(quantized) == 7
+
+
+_MOONLIGHT = {"q_lora_rank": None, "n_shared_experts": 2, "rope_theta": 50000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 6}
+_KIMI = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+_YARN = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes, tensors",
+    [
+        (_MOONLIGHT | {"routed_scaling_factor": 2.446}, 39),
+        (_KIMI | {"routed_scaling_factor": 2.827, "rope_scaling": _YARN | {"original_max_position_embeddings": 128}}, 41),
+    ],
+    ids=["moonlight", "kimi_k2"],
+)
+def test_moonlight_and_kimi_are_deepseek_v3_with_other_values(changes, tensors, tmp_path):
+    write_model(tmp_path / "model", "deepseek_v3", FP32, **changes, n_group=1, topk_group=1)
+    done = finish(train(tmp_path))
+    assert done.code == 0, done.err
+    rows = read_rows(latest(tmp_path))
+    assert [(row["mismatch/abs_max"], row["sync/proved"], row["sync/tensors"]) for row in rows[1:]] == [(0, tensors, tensors)] * 2

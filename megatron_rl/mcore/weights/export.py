@@ -183,7 +183,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
         checkpoint.check_scales(model.tensors().values(), None)
         for line in checkpoint.describe_unread(model):
             print(line, flush=True)
-    high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
+    high = "fp32" if "float32" in (hf_config.get("torch_dtype"), hf_config.get("dtype")) else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
     mtp = MTPLayers(checkpoint, model)
     return _Source(folder, hf_config, model, checkpoint.read_values, contract, mtp, keeps_fp32_norms=high == "bf16")

@@ -1,6 +1,7 @@
 """The command `eval` before an engine starts: refusals, and the preparation of each kind of checkpoint."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_checkpoints_that_the_engine_can_load_are_not_converted(model, fp8):
     assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_rollout")).loads_directly
     assert not check_checkpoint(model, "--checkpoint", config(mode="fp8_unified")).loads_directly
     assert not check_checkpoint(fp8, "--checkpoint", config(mode="bf16")).loads_directly
+
+
+def test_an_engine_gets_the_resolved_config_of_a_checkpoint_that_it_can_load(model, tmp_path):
+    shutil.copytree(model, copy := tmp_path / "copy")
+    edit_config(copy, {"architectures": ["Qwen2ForCausalLM"], "scale_emb": None})
+    plain = config(mode="bf16", high="fp32")
+    assert check_checkpoint(model, "--checkpoint", plain).prepare(plain, tmp_path / "none") == model
+    prepared = check_checkpoint(copy, "--checkpoint", plain).prepare(plain, tmp_path / "prepared")
+    assert read_config(prepared) == read_config(model)
+    assert {file.name for file in prepared.iterdir()} == {file.name for file in model.iterdir()}
 
 
 @pytest.mark.parametrize("mode, quantized", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])

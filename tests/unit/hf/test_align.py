@@ -43,7 +43,8 @@ def is_whole(config: dict, tp: int, etp: int) -> bool:
 )
 def test_random_widths_are_aligned_and_heads_stay_in_their_groups(name, groups, per_group, head_dim, hidden, widths, tp, whole_experts):
     heads, latent = groups * per_group, "kv_lora_rank" in ARCHITECTURES[name]
-    config = ARCHITECTURES[name] | {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 32 * hidden}
+    config = ARCHITECTURES[name] | {"num_attention_heads": heads, "hidden_size": 32 * hidden}
+    config |= {"num_key_value_heads": heads if latent else groups}
     config |= {"intermediate_size": widths[0]} | ({} if latent else {"head_dim": head_dim})
     config |= {"moe_intermediate_size": widths[1]} if "moe_intermediate_size" in config else {}
     model = ModelGeometry.from_hf_config(config)

@@ -134,7 +134,7 @@ ABSENT = object()
     (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
     (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
-    (DEEPSEEK, {"topk_group": 1}, "topk_group"),
+    (DEEPSEEK, {"topk_group": 1, "num_experts_per_tok": 4, "n_group": 2}, "topk_group = 4.0"),
     (AIR, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
     (AIR, {"rope_scaling": LLAMA3}, "rope scaling = llama3"),
     (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -154,7 +154,33 @@ ABSENT = object()
     (MOE, {"mlp_only_layers": "1"}, "mlp_only_layers = 1: must be a list of integers"),
     (DEEPSEEK, {"first_k_dense_replace": None}, "first_k_dense_replace = None: is missing"),
     (DEEPSEEK, {"n_group": 3}, "n_group = 3: must divide"),
+    (DEEPSEEK, {"n_group": 8, "topk_group": 2}, "n_group = 8: .* leave at least 2 in a group"),
+    (DEEPSEEK, {"topk_group": 1}, "num_experts_per_tok = 4: must be at most 2, the number of experts in topk_group"),
+    (DEEPSEEK, {"n_shared_experts": 0}, "n_shared_experts = 0: must be a positive integer"),
+    (DEEPSEEK, {"head_dim": 192}, "head_dim = 192: .* only 64"),
+    (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+    (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads = 2: .* only 4"),
+    (QWEN3, {"rope_theta": 1.0}, "rope_theta = 1.0: must be greater than 1"),
+    (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63.0: elements of a head rotate in pairs"),
+    (AIR, {"head_dim": 126}, "head_dim = 63.0: elements of a head rotate in pairs"),
+    *((DEEPSEEK, {name: None}, name) for name in ("rope_interleave", "norm_topk_prob", "topk_method", "hidden_act", "n_shared_experts")),
+    (LLAMA, {"tie_word_embeddings": None}, "tie_word_embeddings = None: must be true or false"),
+    (LLAMA, {"original_max_position_embeddings": 0}, "original_max_position_embeddings = 0: is not known"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": True}}, "low_freq_factor = True"),
+    (LLAMA, {"is_causal": False}, "is_causal = False"),
+    (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be at most 1000"),
+    (MOE, {"num_local_experts": None}, "num_local_experts = None"),
+    (MOE, {"num_experts": 10**9}, "num_experts = 1000000000: must be at most 10000"),
 ])  # fmt: skip
 def test_unsupported_settings_are_refused_by_field(config, changes, words):
     with pytest.raises(GeometryError, match=f"config.json .*{words}"):
         ModelGeometry.from_hf_config({name: value for name, value in (config | changes).items() if value is not ABSENT})
+
+
+def test_an_engine_reads_every_field_that_the_family_resolved_and_no_other():
+    """As transformers 5 writes config.json, without fields that SGLang needs, and with null fields on whose presence it acts."""
+    config = {name: value for name, value in DEEPSEEK.items() if name not in ("moe_layer_freq", "topk_method", "scoring_func")}
+    config |= {"model_type": "kimi_k2", "architectures": ["Other"], "dual_chunk_attention_config": None, "megatron_rl_trains_mtp": True}
+    resolved = ModelGeometry.resolve_config(config)
+    named = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "megatron_rl_trains_mtp": True}
+    assert resolved == DEEPSEEK | named | {"num_nextn_predict_layers": 1}

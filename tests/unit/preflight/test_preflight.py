@@ -138,6 +138,19 @@ def test_weights_that_are_not_those_of_the_config_and_a_model_of_another_kind(wo
     assert refused().startswith("config.json head_dim: is missing")
 
 
+@pytest.mark.parametrize("changes, line", [
+    ({"initializer_range": "x"}, "model.path = 'model': transformers cannot read its config.json (Validation error for field"),
+    ({"id2label": 5}, "model.path = 'model': transformers cannot read its config.json ('int' object has no attribute 'items'); correct"),
+    ({"model_max_length": 600}, "rollout.max_new_tokens = 512: plus data.max_prompt_tokens (512) exceeds the model's 600 positions"),
+])  # fmt: skip
+def test_a_config_that_an_engine_could_not_start_with(workplace, changes, line):
+    write_config(workplace, **changes)
+    assert refused().startswith(line)
+    write_config(workplace)
+    (workplace / "model" / "generation_config.json").write_text('{"early_stopping": "x"}')
+    assert "transformers cannot read its generation_config.json (`early_stopping` must be a boolean" in refused()
+
+
 CONTENTS = {
     "missing": lambda path: None,
     "a folder": Path.mkdir,
