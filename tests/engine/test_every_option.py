@@ -36,9 +36,10 @@ def loaded(tmp_path_factory):
 def test_every_enumeration_switch_and_built_in_name_is_in_a_row(loaded):
     """A new one needs `python -m support.covering`, or a reason in `LEFT_OUT`."""
     present = {field for config, _ in loaded for field in list_present(config)}
+    present |= {("reward.function", part.name) for config, _ in loaded for part in config.reward.parts.values()}
     known = {
         "algorithm.loss": LOSSES.builtin, "algorithm.advantage": (*ADVANTAGES.builtin, "gae"), "precision.mode": MODES,
-        "sync.transport": TRANSPORTS.builtin, "reward.functions.name": REWARDS.builtin, "data.format": DATA_FORMATS.builtin,
+        "sync.transport": TRANSPORTS.builtin, "reward.function": REWARDS.builtin, "data.format": DATA_FORMATS.builtin,
         "log.trackers": TRACKERS.builtin,
     }  # fmt: skip
     wanted = {(name, value) for name, values in (find_values() | known).items() for value in values}

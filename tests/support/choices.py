@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any, get_args
 
 from examples.arithmetic.calculator import __name__ as CALCULATOR
-from examples.arithmetic.task import SOURCE
 from examples.arithmetic.tool_agent import AGENT
 from megatron_rl.config.algorithm import GAE, PRESETS, Correction
 from megatron_rl.plugs import ADVANTAGES, LOSSES
@@ -27,6 +26,7 @@ MODELS = {family: ENGINE_ARCHITECTURES[family] for family in FAMILIES} | {
     "glm4_moe": ENGINE_ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1},
 }
 """config.json of each family. Together they have all kinds of rotary positions, tied embeddings, and layers for multi-token prediction."""
+
 
 def _read(name: str, form: dict[str, str], curriculum: str = "none", pass_rate: str = "column") -> dict[str, Any]:
     """Return the overrides for the problems of a file of `support.covering.write_problems`."""

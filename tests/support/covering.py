@@ -70,14 +70,14 @@ def find_values(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, 
 
 
 def list_present(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and value of every field of a configuration, once per element of a tuple."""
+    """Yield name and value of every field of a configuration, once per element of a tuple, without tables."""
     if isinstance(value, BaseModel):
         for field in type(value).model_fields:
             yield from list_present(getattr(value, field), f"{name}.{field}".lstrip("."))
     elif isinstance(value, tuple):
         for each in value:
             yield from list_present(each, name)
-    else:
+    elif not isinstance(value, dict):
         yield name, value
 
 
