@@ -20,7 +20,7 @@ LEFT_OUT = {
 """Values that no row has, with the reason."""
 
 MODELS = {family: ENGINE_ARCHITECTURES[family] for family in FAMILIES} | {
-    "llama": ENGINE_ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3},
+    "llama": ENGINE_ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "qwen2": ENGINE_ARCHITECTURES["qwen2"] | {"tie_word_embeddings": True},
     "deepseek_v3": ENGINE_ARCHITECTURES["deepseek_v3"] | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "glm4_moe": ENGINE_ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1},
@@ -186,13 +186,15 @@ COMPOSED = {
 """Enumerations and switches that are part of a choice above."""
 
 _BOTH = {"trainer", "more", "batch", "ahead", "precision.mode"}
+_BEFORE_THE_LOSS = {f"algorithm.{name}" for name in ("advantage", "advantage_std", "multi_objective_aggregation")}
+_IN_THE_LOSS = {f"algorithm.{name}" for name in ("loss", "correction", "aggregate", "old_policy")}
 _ALONE = {"sync.on_mismatch", "reward.on_error", "data.overlap", "data.chat"}
 
 
 @cache
 def meets(one: str, other: str) -> bool:
     """Return whether every two choices of two factors must meet in a row: if both are about the computation of the loss, or neither."""
-    if {one, other} & {*ALONE, *_ALONE}:
+    if {one, other} & {*ALONE, *_ALONE} or ({one, other} & _BEFORE_THE_LOSS and {one, other} & _IN_THE_LOSS):
         return False
     return _is_of_the_loss(one) == _is_of_the_loss(other) or bool({one, other} & _BOTH)
 

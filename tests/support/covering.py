@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import shutil
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -176,24 +176,26 @@ def write_problems(folder: Path) -> None:
 
 
 def build(folder: Path, seed: int = 0) -> list[Row]:
-    """Return rows that have every valid pair of values that meet, and every value, found greedily."""
+    """Return rows that have every valid pair of values that meet, and every value. The array's rows stay, and more are found greedily."""
     factors, source = {name: list(values) for name, values in list_factors().items()}, random.Random(seed)
     default = {name: labels[0] for name, labels in factors.items()} | _defaults(factors)
     single = {((name, label),) for name, labels in factors.items() for label in labels}
     missing = single | {
         (one, other) for (one,), (other,) in itertools.product(single, single) if one[0] < other[0] and meets(one[0], other[0])
     }
-    rows: list[Row] = []
-    presets = [_of_preset(name, factors) for name in PRESETS]
+    rows = [row for row in _keep(default, factors) if is_valid(row, folder)]
+    missing -= set().union(*map(_parts, rows))
+    presets = [_of_preset(name, factors) for name in PRESETS if (("algorithm.name", name),) in missing]
     while missing:
-        wanted = presets.pop(0) if presets else dict(min(missing, key=lambda each: (-len(each), each)))
+        left = Counter(tuple(name for name, _ in part) for part in missing)  # the largest factors first; others fit in beside them
+        wanted = presets.pop(0) if presets else dict(min(missing, key=lambda part: (-left[tuple(name for name, _ in part)], part)))
         first = _complete(wanted, default, factors, source, folder)
         if first is None:
             assert "algorithm.name" not in wanted, wanted
             print("no row has", wanted, flush=True)
             missing -= _parts(wanted)
             continue
-        row = max((_fill(first, wanted, missing, factors, source, folder) for _ in range(3)), key=lambda row: len(_parts(row) & missing))
+        row = max((_fill(first, wanted, missing, factors, source, folder) for _ in range(5)), key=lambda row: len(_parts(row) & missing))
         missing -= _parts(row)
         rows.append(row)
         print(len(rows), len(missing), flush=True)
@@ -221,6 +223,12 @@ def write_array(rows: list[Row]) -> None:
 def read_array() -> list[Row]:
     names, *rows = json.loads(ARRAY.read_text())
     return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _keep(default: Row, factors: dict[str, list[str]]) -> list[Row]:
+    """Return the rows of the array that only have choices of `factors`, with the default of a new factor. Without a file there are none."""
+    rows = read_array() if ARRAY.exists() else []
+    return [default | row for row in rows if all(label in factors.get(name, ()) for name, label in row.items())]
 
 
 def _of_preset(name: str, factors: dict[str, list[str]]) -> Row:
