@@ -17,12 +17,13 @@ LEFT_OUT = {
     ("precision.backend", "deep_gemm"): "needs a GPU: tests/gpu",
     ("sync.transport", "cuda_ipc"): "needs a GPU: tests/gpu",
 }
-"""Values that no row has, with the reason."""
+"""Values that no row has, with the reason. Settings that are not enumerations have their own tests, such as `checkpoint.resume`
+(tests/engine/test_long_runs.py), plugs of one's own (tests/engine/test_example_plugs.py), and several nodes (tests/slurm)."""
 
 MODELS = {family: ENGINE_ARCHITECTURES[family] for family in FAMILIES} | {
     "llama": ENGINE_ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "qwen2": ENGINE_ARCHITECTURES["qwen2"] | {"tie_word_embeddings": True},
-    "deepseek_v3": ENGINE_ARCHITECTURES["deepseek_v3"] | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "deepseek_v3": ENGINE_ARCHITECTURES["deepseek_v3"] | {"rope_scaling": YARN | {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7}},
     "glm4_moe": ENGINE_ARCHITECTURES["glm4_moe"] | {"num_nextn_predict_layers": 1},
 }
 """config.json of each family. Together they have all kinds of rotary positions, tied embeddings, and layers for multi-token prediction."""
