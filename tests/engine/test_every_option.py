@@ -108,7 +108,8 @@ def test_two_steps(number, tmp_path, server):
     steps = read_rows(latest(tmp_path))[1:]
     assert len(steps) == 2 and all(step["sync/proved"] == step["sync/tensors"] > 0 for step in steps)
     masked = row["algorithm.mask_truncated_completions"] == "true"  # a random model rarely stops, so nothing may be left
-    assert all(step["grad_norm"] > 0 or masked for step in steps), "nothing is learned"
+    learning = steps[1:] if row["critic"] == "alone first" else steps
+    assert all(step["grad_norm"] > 0 or masked for step in learning), "nothing is learned"
     bound = 0 if promises_exactness(*load(row, tmp_path)) else LARGEST
     compared = [step["mismatch/abs_max"] for step in steps if "mismatch/abs_max" in step]  # tokens of older versions are not compared
     assert max(compared, default=0) <= bound and len(compared) == (1 if row["ahead"] == "one step" else 2), row
