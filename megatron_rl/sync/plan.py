@@ -64,5 +64,5 @@ def cut_into_chunks(transfers: Sequence[Transfer], chunk_bytes: int, source: int
 
 
 def _changes_beside_adapters(name: str) -> bool:
-    """Return whether a parameter changes while the base model's weights are frozen: the scales of the KV cache are measured in each step."""
+    """Return whether a parameter changes beside frozen weights: each step measures the scales of the KV cache."""
     return is_adapter(name) or name.endswith(".kv_scales")
