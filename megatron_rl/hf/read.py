@@ -203,7 +203,8 @@ class HFCheckpoint:
         """Read the scales of the quantized tensors among `tensors`; in FP8 these are 1/16384 of the elements.
 
         Raises UserError if a scale is not positive, makes the largest value overflow, or is not a power of two although the trainer's
-        format `wanted` has "pow2" scales. Powers of two are accepted as "fp32" scales.
+        format `wanted` has "pow2" scales. Powers of two are accepted as "fp32" scales. Weights in another format than `wanted` are
+        quantized again, so their scales may be any.
         """
         for tensor in tensors:
             if (format := self.find_format(tensor)) is None:
@@ -213,7 +214,8 @@ class HFCheckpoint:
             largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
             if not (torch.isfinite(scale * largest) & (scale > 0)).all():
                 raise self._error(f"tensor {name} holds a scale that is inf, NaN or not positive", "the checkpoint is damaged")
-            if wanted is not None and wanted.scale_format == "pow2" and not (torch.frexp(scale).mantissa == 0.5).all():
+            adopted = wanted is not None and (wanted.name, wanted.scale_format) == (format.name, "pow2")
+            if adopted and not (torch.frexp(scale).mantissa == 0.5).all():
                 to_bf16 = f"megatron-rl export --checkpoint {shlex.quote(str(self.folder))} --output DIR --precision bf16"
                 fix = f'set precision.scale_format = "fp32", or dequantize the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are not powers of two, precision.scale_format is "pow2"', fix)

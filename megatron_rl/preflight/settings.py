@@ -281,6 +281,8 @@ def lora_fits_the_run(facts: Facts) -> None:
         raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0")
     if config.sync.delta == "on":
         raise UserError("sync.delta", "on", "has no effect with [lora], which only sends adapters", "leave it out")
+    if rate := config.train.router_bias_rate:
+        raise UserError("train.router_bias_rate", rate, "changes the routers' biases, which [lora] freezes", "set it to 0")
 
 
 @rule(Needs.TRAINER | Needs.MODEL)

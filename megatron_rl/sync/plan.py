@@ -33,9 +33,10 @@ class SyncPlan:
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Numbers of the chunks that training does not change: with adapters, all chunks of the base model. Empty without adapters."""
-        trained = {number for number, chunk in enumerate(self.chunks) if is_adapter(chunk.sources[0][0])}
-        return frozenset(range(len(self.chunks))) - trained if trained else frozenset()
+        """Numbers of the chunks that training does not change: with adapters, the base model's weights. Empty without adapters."""
+        if not any(is_adapter(transfer.source) for transfer in self.transfers):
+            return frozenset()
+        return frozenset(number for number, chunk in enumerate(self.chunks) if not _changes_beside_adapters(chunk.sources[0][0]))
 
 
 def plan_transfers(
@@ -50,9 +51,18 @@ def plan_transfers(
 
 def cut_into_chunks(transfers: Sequence[Transfer], chunk_bytes: int, source: int | None = None) -> list[Chunk]:
     """Return the chunks of all trainer ranks, or of rank `source` only. Raise GeometryError as `make_chunks` does."""
-    base = [transfer for transfer in transfers if not is_adapter(transfer.source)]
-    chunks = make_chunks(base, chunk_bytes, source)
-    if len(base) < len(transfers):  # adapters get chunks of their own, because only adapters are sent after the first sync
-        chunks += make_chunks([transfer for transfer in transfers if is_adapter(transfer.source)], chunk_bytes, source)
-        chunks = resize(chunks, [chunk.nbytes for chunk in chunks])
-    return chunks
+    if not any(is_adapter(transfer.source) for transfer in transfers):
+        return make_chunks(transfers, chunk_bytes, source)
+    parts: tuple[list[Transfer], list[Transfer]] = (
+        [],
+        [],
+    )  # what changes gets chunks of its own, which alone are sent after the first sync
+    for transfer in transfers:
+        parts[_changes_beside_adapters(transfer.source)].append(transfer)
+    chunks = [chunk for part in parts for chunk in make_chunks(part, chunk_bytes, source)]
+    return resize(chunks, [chunk.nbytes for chunk in chunks])
+
+
+def _changes_beside_adapters(name: str) -> bool:
+    """Return whether a parameter changes beside frozen weights: each step measures the scales of the KV cache."""
+    return is_adapter(name) or name.endswith(".kv_scales")

@@ -66,6 +66,11 @@ def judge(text, problem):
     return Reward(value, value > 0.5)
 
 
+def judge_oneself(problem):
+    """Return the reward of one's own answer."""
+    return judge(post([{"role": "user", "content": problem.prompt}], max_tokens=8), problem).value
+
+
 def judge_nothing(problem):
     """Send no request."""
 

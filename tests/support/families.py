@@ -48,8 +48,8 @@ def _add(family, architecture, trained, served):
 
 
 _HEADS_OF_64 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": _LLAMA3}, {"mlp_bias": False})
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": LLAMA3}, {"mlp_bias": False})
 _add("qwen2", "Qwen2ForCausalLM", _HEADS_OF_64 | {"tie_word_embeddings": True}, {"use_sliding_window": False})
 _add("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, {"num_hidden_layers": 2, "use_sliding_window": False})
 
@@ -87,13 +87,13 @@ _DEEPSEEK = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
-_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
 _add(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _DEEPSEEK
     | {"max_position_embeddings": 256, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-    | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     _DEEPSEEK
     | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     | {"head_dim": 64},  # transformers: the rotary part

@@ -144,6 +144,12 @@ def test_wrong_tensors_are_refused(folder, name, tensor, line):
     assert line in refused(folder)
 
 
+@pytest.mark.parametrize("folder", ["fp8"], indirect=True)
+def test_scales_of_weights_that_are_quantized_again_may_be_any(folder):
+    change(folder, **{SCALES: torch.full((4, 2), 0.75)})
+    opened(folder).check_scales(geometry(folder).tensors().values(), replace(FP8, name="groups", scale_format="pow2"))
+
+
 @high
 @pytest.mark.parametrize("settings, line", [
     ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not supported, only fp8 or w8a8_int8 is"),

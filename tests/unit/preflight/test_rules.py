@@ -214,6 +214,8 @@ MISTAKES = [
            settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--log.attribute_every=2"),
     refuse("sync.delta = 'on': has no effect with [lora], which only sends adapters; leave it out",
            settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--sync.delta=on"),
+    refuse("train.router_bias_rate = 0.001: changes the routers' biases, which [lora] freezes; set it to 0",
+           settings.lora_fits_the_run, "train plan", "--lora.rank=16", "--train.router_bias_rate=0.001"),
     refuse("agent: excludes [environment], because both reply to the policy; leave one of them out",
            settings.agent_settings_are_valid, "train eval plan", AGENT, "--environment.name=examples.arithmetic.calculator:Calculator"),
     refuse("data.chat = True: applies a chat template to the question, but the agent's endpoint already applies it to the agent's",

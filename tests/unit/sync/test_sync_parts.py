@@ -177,7 +177,8 @@ class Bridge:
     def __init__(self, settings: SyncConfig, model: ModelGeometry = MODEL) -> None:
         shards = build_trainer_shards(model, Layout(), format_of=CONTRACT.format_of)[0]
         self.tensors = make_stored_tensors(shards, CONTRACT.format_of)
-        plan = SyncPlan.make(model, Layout(), EngineLayout(engines=2), CONTRACT, 100_000)
+        contract = replace(CONTRACT, kv="e4m3_per_layer") if model.kv_scales else CONTRACT
+        plan = SyncPlan.make(model, Layout(), EngineLayout(engines=2), contract, 100_000)
         self.engine, self.said = ReceivingEngine(plan), list[str]()
         self.sync = WeightSync(plan, Rank0(lambda: self.engine), lambda: self.tensors, settings, notify=self.said.append)
         self.version, self.full = 0, sum(chunk.nbytes for chunk in plan.chunks)
@@ -236,13 +237,14 @@ def test_only_changed_bytes_are_sent_and_everything_if_the_base_is_wrong(bridge,
 
 
 @pytest.mark.parametrize("proof", ["streamed", "reread"])
-def test_only_adapters_are_sent_and_a_changed_base_is_found(bridge, proof):
-    adapted = bridge(replace(MODEL, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj", "linear_fc2"))), proof=proof)
-    own = 2 * sum(tensor.nbytes for name, tensor in adapted.tensors.items() if is_adapter(name))  # to two engines
+def test_only_adapters_and_scales_of_the_cache_are_sent_and_a_changed_base_is_found(bridge, proof):
+    model = replace(MODEL, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj", "linear_fc2")), kv_scales=True)
+    adapted = bridge(model, proof=proof)
+    changing = [tensor for name, tensor in adapted.tensors.items() if is_adapter(name) or name.endswith("kv_scales")]
+    own = 2 * sum(tensor.nbytes for tensor in changing)  # to two engines
     assert adapted.run().bytes == adapted.full > 10 * own > 0
-    for name, tensor in adapted.tensors.items():
-        if is_adapter(name):
-            tensor.view(torch.uint8).add_(1)
+    for tensor in changing:
+        tensor.view(torch.uint8).add_(1)
     assert adapted.run().bytes == own
     name = "model.layers.0.mlp.down_proj.weight"
     view_bytes(adapted.engine.tensors[1][name])[130, 140] ^= 1
