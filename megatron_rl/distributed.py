@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import MegatronRLError, RunError, as_run_error
+from megatron_rl.errors import MegatronRLError, RunError, as_run_error, describe_disk_error
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
@@ -148,7 +148,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def to_run_error(error: BaseException) -> RunError | None:
-    """Translate torch's errors for a lost rank or missing memory into the error to show. Return None for other errors."""
+    """Translate errors for a lost rank, missing memory, or a full disk into the error to show. Return None for other errors."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in line):
         asked = re.search(r"allocate ([\d.]+ \w+)", line)
@@ -156,4 +156,6 @@ def to_run_error(error: BaseException) -> RunError | None:
         return RunError(f"rank {get_rank()} is out of memory{f' (it needs {asked[1]} more)' if asked else ''}; {fix}")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
+    if failure := describe_disk_error(error):
+        return RunError(f"rank {get_rank()}: {failure}; make room, and checkpoint.resume=auto continues from the last checkpoint")
     return None

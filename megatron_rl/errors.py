@@ -1,5 +1,6 @@
 """The project's expected errors, which print as one line without a traceback. All other exceptions are bugs and keep their traceback."""
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,25 @@ class EngineLostError(RunError):
 
 class AbortedError(Exception):
     """Raised if a call is ended by the caller's own `Abort`, so its result is not needed."""
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def find_os_error(error: BaseException | None) -> OSError | None:
+    """Return the OSError that caused an error, or None: torch's and Megatron's writers wrap it in others."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def describe_disk_error(error: BaseException) -> str:
+    """Return one line if a file could not be written because of the disk, such as a full one, or "" for other errors."""
+    cause = find_os_error(error)
+    if cause is not None and cause.errno in _DISK_ERRORS:
+        return f"{cause.strerror} ({cause.filename})" if cause.filename else str(cause.strerror)
+    is_writer = isinstance(error, RuntimeError) and re.search(r"PytorchStreamWriter|inline_container|iostream error", str(error))
+    return f"a file could not be written ({str(error).splitlines()[0]})" if is_writer else ""  # torch's writer hides the reason
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import httpx
@@ -35,8 +35,9 @@ _POLL_SECONDS = 0.05
 
 
 class SGLangEngine(RankRequests):
-    """Client of one engine. Creating it launches the engine's server. All calls are bounded by `rollout.request_timeout`. An engine is
-    lost if its server ended, does not answer or dropped the connection. Calls raise EngineLostError from then on."""
+    """Client of one engine. Creating it launches the engine's server. All calls are bounded by `rollout.request_timeout`, and pings watch
+    the engine during each of them, so that a hang is noticed after `rollout.health_timeout`. An engine is lost if its server ended, does
+    not answer or dropped the connection. Calls raise EngineLostError from then on."""
 
     def __init__(self, launch_spec: EngineLaunchSpec) -> None:
         self.server, self._rollout = EngineServer(launch_spec), launch_spec.config.rollout
@@ -66,7 +67,7 @@ class SGLangEngine(RankRequests):
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             recorded = [samplings[index].record_kept_tokens for index in missing]
             try:
-                with self._gate.passing(), self._health_monitor.working():
+                with self._gate.passing():
                     answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded, abort)
             except AnswersDroppedError:
                 continue
@@ -92,8 +93,7 @@ class SGLangEngine(RankRequests):
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**make_sampling_params(sampling), "ignore_eos": True}
-        with self._health_monitor.working():
-            answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B))
+        answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B))
         return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
@@ -121,13 +121,11 @@ class SGLangEngine(RankRequests):
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         super().start_receiving(hashing, places)
-        self._health_monitor.resume()
         self._receiving.enter_context(self._health_monitor.working())  # the ranks answer pings meanwhile
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        self._receiving.close()  # the answer may take as long as the rest of the transfer
-        self._health_monitor.suspend()  # also for threads whose completions the engine holds
-        return super().finish_receiving(hashing)
+        with self._receiving:
+            return super().finish_receiving(hashing)
 
     def disconnect(self) -> None:
         self._receiving.close()
@@ -162,7 +160,6 @@ class SGLangEngine(RankRequests):
         if self._generation_paused:
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
-        self._health_monitor.resume()
         self._gate.refusal = ""
         self._gate.hold(closed=False)
 
@@ -253,9 +250,12 @@ class SGLangEngine(RankRequests):
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
     def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
+        """Send one request, watched by the health monitor. `seconds` is the time limit of the monitor's own."""
+        watch = self._health_monitor.working() if seconds is None else nullcontext()
         seconds = seconds or self._rollout.request_timeout
         try:
-            return self._http.post(path, json=body, timeout=seconds)
+            with watch:
+                return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
             message = f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout)"
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`

@@ -194,7 +194,7 @@ class HealthMonitor:
     def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
         self._ping, self._on_unresponsive, self._interval = ping, on_unresponsive, min(seconds, _MAX_INTERVAL)
         self._lock = threading.Lock()
-        self._workers, self._suspended = 0, False
+        self._workers = 0
         self._stop_event = threading.Event()
 
     @contextmanager
@@ -202,8 +202,9 @@ class HealthMonitor:
         """Enclose work of the engine."""
         with self._lock:
             self._workers += 1
-            if self._workers == 1 and not self._suspended:
-                self._start()
+            if self._workers == 1:
+                self._stop_event = threading.Event()
+                threading.Thread(target=self._run, args=(self._stop_event,), name="megatron-rl-watch", daemon=True).start()
         try:
             yield
         finally:
@@ -211,22 +212,6 @@ class HealthMonitor:
                 self._workers -= 1
                 if self._workers == 0:
                     self._stop_event.set()
-
-    def suspend(self) -> None:
-        """Stop pinging until `resume`, because the engine's next answers may take long."""
-        with self._lock:
-            self._suspended = True
-            self._stop_event.set()
-
-    def resume(self) -> None:
-        with self._lock:
-            if self._suspended and self._workers:
-                self._start()
-            self._suspended = False
-
-    def _start(self) -> None:
-        self._stop_event = threading.Event()
-        threading.Thread(target=self._run, args=(self._stop_event,), name="megatron-rl-watch", daemon=True).start()
 
     def _run(self, stop_event: threading.Event) -> None:
         while not stop_event.wait(self._interval):

@@ -10,7 +10,7 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "graph"}                      -> "graph": the precision graph of this rank as JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}   see parallel.transport.base
     {"verb": "start", "hashing": BOOL, "places": null or {"0": [[offset, bytes], ...]}}   starts receiving in the background
-    {"verb": "finish", "hashing": BOOL}    -> chunk index: digest; the live parameters hold the new bytes
+    {"verb": "finish", "hashing": BOOL}    -> chunk index: digest, and the live parameters hold the new bytes; or "pending"
     {"verb": "reread"}                     starts hashing the live parameters in the background
     {"verb": "reread digests"}             -> chunk index: digest, or "pending"
     {"verb": "served"}                     -> kind: number of tensors accounted for, or "wrong": the failure
@@ -52,7 +52,7 @@ from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
-PENDING = "pending"  # key of an answer of a rank that has not finished hashing
+PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 _released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
@@ -117,7 +117,8 @@ class RankHandler:
                 places = request["places"] and request["places"].get(str(rank), [])
                 self._get_receiver().start(live_tensors(model), request["hashing"], places)
             case "finish":
-                digests = self._get_receiver().finish(live_tensors(model), request["hashing"])
+                if (digests := self._get_receiver().finish(live_tensors(model), request["hashing"])) is None:
+                    return {PENDING: ""}
                 dequant_cache.clear_cache()  # the next values must be computed from the bytes just written
                 return _number(digests)
             case verb:
@@ -253,7 +254,10 @@ class RankRequests:
         self._ask_ranks({"verb": "start", "hashing": hashing, "places": places and {str(rank): own for rank, own in places.items()}})
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        return _list_digests(self._ask_ranks({"verb": "finish", "hashing": hashing}))
+        while True:
+            answers = self._ask_ranks({"verb": "finish", "hashing": hashing})
+            if not any(PENDING in answer for answer in answers):  # a rank waits for a moment before it answers so
+                return _list_digests(answers)
 
     def start_rereading(self) -> None:
         self._ask_ranks({"verb": "reread"})

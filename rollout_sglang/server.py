@@ -15,6 +15,7 @@ import psutil
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
+from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from rollout_sglang import process
 from rollout_sglang.platform import stub_modules
 
@@ -65,7 +66,8 @@ def main(arguments: list[str]) -> None:
         os.execvp(command[0], command)
     put_programs_on_path()
     stub_modules.block_megatron()
-    os.umask(0o077)  # SGLang's processes communicate through Unix sockets in the temporary folder
+    os.umask(0o077)
+    use_private_temporary_folder()  # SGLang leaves its Unix sockets there
     from rollout_sglang.hooks import registry
 
     registry.verify()

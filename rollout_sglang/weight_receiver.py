@@ -2,7 +2,7 @@
 tensors, so nothing may be served meanwhile; staged, into a second copy, which `finish` copies over the live tensors."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,8 @@ from parallel.transport.pack import ChunkPacker, check_targets, make_target_pack
 
 Tensors = Mapping[str, torch.Tensor]
 _NOTHING = np.empty(0, np.uint8)
+_WAIT_SECONDS = 1.0
+"""How long a rank waits for the last chunk before it answers that it is not there, so that it answers pings meanwhile."""
 
 
 class WeightReceiver:
@@ -32,28 +34,31 @@ class WeightReceiver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=enter)
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
+        self._copied: list[str] = []  # digests of what was copied from the second copy
         self._reread: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool, places: Sequence[Sequence[int]] | None = None) -> None:
         """Start receiving the chunks of one sync into `live`, the current tensors, or into the second copy. `places`: [offset, bytes] of
         the transferred part of each chunk if deltas are sent. A delta has fewer bytes than its chunk, or none."""
-        packer = self._staging or make_target_packer(live, self._chunks)
+        packer, self._copied = self._staging or make_target_packer(live, self._chunks), []
         sent = self._chunks if places is None else [replace(c, offset=o, nbytes=n) for c, (o, n) in zip(self._chunks, places, strict=True)]
         self._received = self._thread.submit(self._receive, packer, sent, hashing and self._staging is None)
 
-    def finish(self, live: Tensors, hashing: bool) -> list[str]:
-        """Wait for the last chunk and copy staged weights over `live`. Raise the errors of the thread. With `hashing`, return one digest
-        per chunk, computed from the live tensors right after the chunk was written."""
+    def finish(self, live: Tensors, hashing: bool) -> list[str] | None:
+        """Wait a moment for the last chunk. Return None if it has not arrived. Otherwise copy staged weights over `live`, once. Raise the
+        errors of the thread. With `hashing`, return one digest per chunk, computed from the live tensors right after the chunk was
+        written."""
         if self._received is None:
             self._inbox.result(self._timeout)  # raises the error if the connection failed
             raise ValueError("no sync was started")
-        digests = self._received.result(self._timeout)
-        self._received = None
-        if self._staging is None:
-            return digests
-        staging, packer = self._staging, make_target_packer(live, self._chunks)
-        with torch.inference_mode():
-            return [packer.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
+        if not wait([self._received], _WAIT_SECONDS).done:
+            return None
+        digests = self._received.result()
+        if self._staging is not None and not self._copied:
+            staging, packer = self._staging, make_target_packer(live, self._chunks)
+            with torch.inference_mode():
+                self._copied = [packer.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
+        return digests if self._staging is None else self._copied  # another rank may still receive, and this one is asked again
 
     def start_rereading(self, live: Tensors) -> None:
         """Start hashing `live`, the current tensors, in the thread while serving continues."""

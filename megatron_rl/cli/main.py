@@ -19,6 +19,7 @@ from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.versions import put_programs_on_path
+from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values that override the file.")]
@@ -66,6 +67,7 @@ def train(
         from megatron_rl.preflight import check_run, pin_model
 
         loaded_config = pin_model(loaded_config)
+        use_private_temporary_folder()
         layout = check_run(loaded_config)
         from megatron_rl.mcore import wandb_hidden
 
@@ -97,6 +99,7 @@ def evaluate(
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
+        use_private_temporary_folder()
         folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, at, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")

@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -29,6 +30,9 @@ from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_u
 from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.trackers import Trackers
+
+_ROOM, _ROOM_BYTES = ".room", 1 << 20
+"""File that holds space free for the end of a run: run.json, lines of run.log, and what TensorBoard has not written."""
 
 
 class RunLog:
@@ -46,6 +50,7 @@ class RunLog:
         self._run = run
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
         self._files = {"run.log": _open_log(folder)}
+        _keep_room(folder)
         self._files |= {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         self._write_run()
         self._unexpected: Set[str] = set()  # metrics outside their expected range in the last row; each is reported once until it returns
@@ -168,13 +173,15 @@ class RunLog:
         if self._run["status"] == "broken" or self._run["status"] == status:
             return
         self._run.update(status=status, reason=reason, ended=datetime.now().astimezone().isoformat(timespec="seconds"))
+        (self.dir / _ROOM).unlink(missing_ok=True)
         self._write_run()
         self._display.close()
         if not self._files["run.log"].closed:
             self.write_event(f"run {status}: {reason}" if reason else f"run {status}")
             self._trackers.finish(status)
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # a full disk
+                file.close()
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = self._files[name]
@@ -184,7 +191,8 @@ class RunLog:
 
     def _write_log(self, text: str) -> None:
         self._files["run.log"].write(f"{datetime.now():%H:%M:%S}  {text}\n")
-        self._files["run.log"].flush()
+        with suppress(OSError):  # a full disk: the console has the line, and the next row ends the run
+            self._files["run.log"].flush()
 
     def _write_run(self) -> None:
         run = _replace_non_finite(self._run | {"metrics": dump_declarations()})
@@ -206,6 +214,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not isinstance(run, dict) or run.get("status") not in ("running", "finished", "broken"):
         raise UserError("RUN_DIR", str(folder), "run.json has no status of running, finished, or broken", fix)
     return run
+
+
+def is_abandoned(folder: Path, run: Mapping[str, Any]) -> bool:
+    """Return whether the process that should write a folder, and hold the lock of its run.log, has ended. Only its own host knows."""
+    if run["status"] != "running" or run.get("host") != socket.gethostname():
+        return False
+    try:
+        with (folder / "run.log").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
@@ -258,6 +278,12 @@ def _open_log(folder: Path) -> IO[str]:
     except OSError:
         pass
     return file
+
+
+def _keep_room(folder: Path) -> None:
+    """Keep space in which a run's end can be recorded if the disk is full by then. Some file systems cannot."""
+    with (folder / _ROOM).open("wb") as file, suppress(OSError):
+        os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
 
 
 def _truncate_after(path: Path, step: int) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, describe, read_declarations
 from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
-from megatron_rl.observability.run_log import read_jsonl, read_run
+from megatron_rl.observability.run_log import is_abandoned, read_jsonl, read_run
 from megatron_rl.reporting.eval_text import summarize_evaluations
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
 from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
@@ -65,7 +65,7 @@ def read_facts(run_dir: Path) -> RunFacts:
     _check_rows(rows, run_dir / "metrics.jsonl")
     tiles = [_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)]
     warnings = [text for text in (warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text]
-    return RunFacts(run, rows, declared, _state(run, rows), tiles, warnings)
+    return RunFacts(run, rows, declared, _state(run, rows, is_abandoned(run_dir, run)), tiles, warnings)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -116,7 +116,7 @@ def headline(rows: Rows) -> str:
     return f"Held-out accuracy {change} over {_count_steps(last_step - first_step)}."
 
 
-def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
+def _state(run: dict[str, Any], rows: Rows, abandoned: bool) -> dict[str, str]:
     """Return how the run ended: `status` (the CSS class), `word` (the badge), `prefix` of the headline, and `sentence`."""
     planned, done = (run.get("config") or {}).get("train", {}).get("steps"), int(rows[-1]["step"] or 0) if rows else 0
     progress = f"step {done} of {planned}" if planned else f"step {done}"
@@ -126,7 +126,10 @@ def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
     if run["status"] == "running":
         last_time = _last_time(rows)
         last_row = f"; its last row was written on {_format_time(last_time)}" if last_time else ""
-        sentence = f"The run has not finished: it is at {progress}, still running or killed{last_row}."
+        if abandoned:
+            sentence = f"The run was killed after {progress}: its process has ended without recording why{last_row}."
+            return {"status": "broken", "word": "✗ killed", "prefix": f"Killed after {progress}. ", "sentence": sentence}
+        sentence = f"The run has not finished: it is at {progress}, still running or killed on another host{last_row}."
         return {"status": "running", "word": "… not finished", "prefix": f"Not finished, {progress}. ", "sentence": sentence}
     if planned and done < planned:
         sentence = f"run.json says finished, but the last row is {progress}."

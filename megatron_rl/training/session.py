@@ -250,7 +250,10 @@ class Session:
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
         """Finish the log and write the report. An error here never hides the run's own error."""
-        self.log.run_local(lambda log: log.finish(status, reason))
+        try:
+            self.log.run_local(lambda log: log.finish(status, reason))
+        except OSError as error:
+            print(f"megatron-rl: the end of the run could not be recorded: {error}", file=sys.stderr)
         try:
             self.log.run_local(lambda log: write_report(log.dir))
         except Exception as error:

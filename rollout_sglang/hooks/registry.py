@@ -41,6 +41,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
+        ("sglang.srt.managers.load_snapshot.shm_path_for", startup.place_load_file, "REPLACE"),
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),
         ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", scheduling.count_tail_tokens, "REPLACE"),

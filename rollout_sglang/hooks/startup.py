@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,11 @@ def fork_children(original: Callable[..., Any], *args: Any) -> None:
 
 def skip_freezing(_: Any) -> None:
     """Replace `_freeze_gc_after_server_warmup`: `fork_children` froze the garbage collector, and the server may not listen yet."""
+
+
+def place_load_file(instance: str) -> str:
+    """Replace `shm_path_for`, whose file in /dev/shm nobody removes."""
+    return str(Path(tempfile.gettempdir()) / f"load-{Path(instance).name}")
 
 
 def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,8 @@
 The engines are `support.fake_engine`; tests/engine/test_several_engines.py has real ones.
 """
 
+from itertools import product
+
 import pytest
 from support import fake_engine
 from support.processes import World, alive_after, family
@@ -97,6 +99,27 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
     world.call(fake_engine.change, 5)
     reports = world.call(fake_engine.sync_through, 5, {}, seconds=START)
     assert {report["restarts"] for report in reports} == {3}, "those of the test before count here: no sync of a new version was since"
+    assert answers(world, 0) == answers(world, 1)
+
+
+CALLS = ("release", "resume", "/flush_cache", "/begin_weight_update", "start", "finish", "/end_weight_update", "/update_weight_version")
+CALLS += ("reread", "reread digests", "served")
+SOME = (("kill", "served"), ("hang", "release"), ("hang", "finish"))
+STRIKES = [pytest.param(*strike, marks=() if strike in SOME else pytest.mark.long) for strike in product(("kill", "hang"), CALLS)]
+
+
+@pytest.mark.parametrize(("fault", "call"), STRIKES)
+def test_an_engine_that_is_lost_between_two_jobs_is_noticed_at_once(world, fault, call):
+    """Every request is watched: a hang is noticed after `rollout.health_timeout`, not after `rollout.request_timeout`."""
+    version = 20 + 4 * CALLS.index(call) + 2 * (fault == "hang")
+    world.call(fake_engine.sync_through, version - 1, {})  # it counts the losses before it
+    world.call(fake_engine.change, version)
+    results = world.call(fake_engine.sync_struck, version, call, fault, seconds=START)
+    report, struck = results[0]
+    assert (report["proved"], report["restarts"], struck) == (report["tensors"], 1, 1)
+    told = lines(world)
+    assert "engine 1 is lost" in told and (fault == "kill" or f"it did not respond for {HEALTH:g} s (rollout.health_timeout)" in told)
+    assert "rollout.request_timeout" not in told
     assert answers(world, 0) == answers(world, 1)
 
 

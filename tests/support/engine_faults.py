@@ -1,5 +1,6 @@
 """Faults of real and fake engines: kills, hangs, broken connections, failed starts."""
 
+import json
 import os
 import socket
 import threading
@@ -12,6 +13,8 @@ import psutil
 
 from megatron_rl.distributed import run_on_rank0
 from parallel.transport.pack import ChunkPacker
+from rollout_sglang.engine import SGLangEngine
+from rollout_sglang.rank_handler import PREFIX
 from support.processes import alive_after, family, until
 
 
@@ -50,6 +53,20 @@ def sync_through(engines, sync, version, faults):
 
     with mock.patch.object(ChunkPacker, "pack", strike_and_pack):
         return asdict(sync.run(version))
+
+
+def strike_at_call(work, engines, number, call, fault):
+    """Do `work` with a fault of the engine before it is asked `call` for the first time: a path, or a verb of its ranks. Collective."""
+    request, struck = SGLangEngine._request, []
+
+    def strike_and_ask(engine, path, body, *args):
+        asked = json.loads(body["action"].removeprefix(PREFIX))["verb"] if path == "/weights_checker" else path
+        if asked == call and not struck and engine is engines.value.replicas[number].engine:
+            struck.append(_FAULTS[fault](engines.value, number))
+        return request(engine, path, body, *args)
+
+    with mock.patch.object(SGLangEngine, "_request", strike_and_ask):
+        return work(), len(struck)
 
 
 def _last_node(engines, number):

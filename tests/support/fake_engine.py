@@ -11,7 +11,7 @@ import secrets
 import sys
 import threading
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
-from support.engine_faults import strike_while
+from support.engine_faults import strike_at_call, strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
 
@@ -79,7 +79,8 @@ class LightEngine:
         self.model = TensorsAsModel(make_random_tensors(build_engine_shards(MODEL, 1)[0], seed=0))
         checker = SimpleNamespace(_placement={"tp_rank": 0, "tp_size": 1})
         cache = SimpleNamespace(size=8, available_size=lambda: 8)
-        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache)
+        pool = SimpleNamespace(k_buffer=[torch.zeros(8)])
+        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache, token_to_kv_pool=pool)
         self._one_at_a_time = threading.Lock()
 
     def answer(self, path, body):
@@ -202,6 +203,17 @@ def flip_a_byte(engine):
 
 def sync_through(version, faults):
     return strike_in_sync(_run.engines, _run.recovering_sync, version, faults)
+
+
+def sync_struck(version, call, fault):
+    """Release the engines' memory and run a sync, with a fault of engine 1 before it is asked `call` for the first time. Return the
+    report and how often the fault happened. Collective."""
+
+    def work():
+        _run.engines.run(lambda engines: engines.release_memory())
+        return asdict(_run.recovering_sync.run(version))
+
+    return strike_at_call(work, _run.engines, 1, call, fault)
 
 
 def sample_during_proof(version, wrong=False):

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks, run_on_rank0
-from megatron_rl.errors import RunError
+from megatron_rl.errors import RunError, find_os_error
 from megatron_rl.mcore.checkpoint.folder import check_room, checksum_files
 
 
@@ -96,11 +96,8 @@ class AsyncSave:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the underlying OSError if there is one: torch's writer wraps it in other errors."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return f"{cause.strerror or cause}" if isinstance(cause, OSError) else f"{type(error).__name__}: {error}"
+    cause = find_os_error(error)
+    return f"{type(error).__name__}: {error}" if cause is None else f"{cause.strerror or cause}"
 
 
 def _copy_to_host(bucket: Any, live: set[int]) -> Any:

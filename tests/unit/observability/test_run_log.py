@@ -1,10 +1,12 @@
 """The run folder: what is written can be read back, also after a crash; trackers: Weights & Biases, MLflow, the example, and what fails."""
 
+import errno
 import json
 import math
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 import megatron_rl.training.loop  # noqa: F401  it declares what rows hold
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, describe_disk_error
 from megatron_rl.metrics import DECLARED, UndeclaredMetricWarning, group_by_panel, read_declarations
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
@@ -122,6 +124,35 @@ def test_a_broken_run_stays_broken_and_gives_its_reason(tmp_path: Path):
     late.finish("finished")
     late.finish("broken", "checkpoint not written")
     assert read_run(late.dir)["status"] == "broken", "also after it was finished"
+
+
+def test_the_end_is_recorded_on_a_full_disk(log: RunLog, monkeypatch: pytest.MonkeyPatch):
+    """A step's row is an error of the run, lines of run.log are not. The end has its own room, and is recorded although closing fails."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    class FullFile:
+        closed = False
+        write = Mock()
+        flush = Mock(side_effect=full)
+        close = Mock(side_effect=full)
+
+    assert (log.dir / ".room").stat().st_size >= 1 << 20
+    log._files |= {name: FullFile() for name in log._files}
+    log.write_event("a line")
+    with pytest.raises(OSError):
+        log.write_step({"step": 0})
+    log.finish("broken", describe_disk_error(full))
+    assert (read_run(log.dir)["reason"], (log.dir / ".room").exists()) == ("No space left on device", False)
+
+
+def test_a_full_disk_is_found_below_the_errors_of_writers():
+    error = cause = OSError(errno.ENOSPC, "No space left on device", "/a/file")
+    for wrapper in (cause, RuntimeError("in a writer"), ValueError("in another")):
+        wrapper.__cause__ = None if wrapper is cause else error
+        error = wrapper
+        assert describe_disk_error(error) == "No space left on device (/a/file)"
+    stream = RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0\nmore")
+    assert describe_disk_error(stream).endswith("unexpected pos 64 vs 0)") and describe_disk_error(RuntimeError("else")) == ""
 
 
 def test_events_are_one_line_and_never_markup(log: RunLog, capsys: pytest.CaptureFixture[str]):

@@ -1,8 +1,10 @@
 """The report and the comparison of runs: one page that loads nothing, escapes everything, and never shows an unfinished run as finished."""
 
+import fcntl
 import functools
 import json
 import math
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -174,6 +176,16 @@ def test_only_a_whole_run_looks_finished(tmp_path: Path, status: str, rows: int,
     page = Page(write_report(make_run(tmp_path, full_rows()[:rows], status)))
     assert word in page.text and "✓ finished" not in page.text
     assert 'class="state finished"' not in page.source
+
+
+def test_a_run_whose_process_has_ended_without_a_word_was_killed(tmp_path: Path):
+    folder = make_run(tmp_path, full_rows()[:2], "running")
+    run = json.loads((folder / "run.json").read_text()) | {"host": socket.gethostname()}
+    (folder / "run.json").write_text(json.dumps(run))
+    with (folder / "run.log").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the run itself has it
+        assert "✗ killed" not in Page(write_report(folder)).text
+    assert "The run was killed after step 1 of 2: its process has ended without recording why" in Page(write_report(folder)).text
 
 
 def test_broken_run_is_shown_as_broken(tmp_path: Path):

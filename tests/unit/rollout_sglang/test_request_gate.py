@@ -126,7 +126,7 @@ def test_a_silent_engine_is_given_up_once():
     ask.assert_called_once_with()
 
 
-def test_an_engine_is_asked_only_while_it_works_and_does_not_rest():
+def test_an_engine_is_asked_only_while_it_works():
     asked = threading.Semaphore(0)
     watch = HealthMonitor(lambda: asked.release(), lambda: None, 0.01)
 
@@ -139,16 +139,6 @@ def test_an_engine_is_asked_only_while_it_works_and_does_not_rest():
         with watch.working():
             assert asked.acquire(timeout=10) and asked.acquire(timeout=10)
     assert is_left_alone()
-    watch.suspend()  # it rests, though somebody waits
-    with watch.working():
-        assert is_left_alone()
-        watch.resume()
-        assert asked.acquire(timeout=10)
-        watch.suspend()
-        assert is_left_alone()
-        watch.resume()
-        watch.resume()
-        assert asked.acquire(timeout=10)
 
 
 def test_a_question_that_fails_after_the_work_is_done_is_no_loss():
