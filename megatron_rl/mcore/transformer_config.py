@@ -86,7 +86,7 @@ def build_transformer_config(
     if geometry.rope.yarn and not geometry.latent:  # of plain attention, Megatron reads attributes that are no fields
         for name, value in asdict(geometry.rope.yarn).items():
             setattr(config, f"yarn_{name}", value)
-        config.yarn_correction_range_round_to_int = True  # type: ignore[attr-defined]
+        config.yarn_correction_range_round_to_int = True
     return config
 
 

@@ -17,7 +17,9 @@ _open_ends: list[int] = []
 def use_private_temporary_folder() -> None:
     """Make a folder in the temporary folder that only this user can read, and name it in TMPDIR. It is removed once this process and all
     processes forked from it have ended, even if they are killed: a shell in a session of its own waits for the end of a pipe that only they
-    hold. Raise UserError if the paths of Unix sockets in it would be too long."""
+    hold. A second call does nothing. Raise UserError if the paths of Unix sockets in it would be too long."""
+    if _open_ends:
+        return
     system = tempfile.gettempdir()
     if len(os.fsencode(system)) > _LONGEST:
         rule = f"must have at most {_LONGEST} bytes, because the engine has Unix sockets there"

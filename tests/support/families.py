@@ -112,8 +112,8 @@ _add(
     _GLM4_MOE | {"num_hidden_layers": 2, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
 )
 ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}
-ARCHITECTURES["qwen3_yarn"] = ARCHITECTURES["qwen3"] | {"max_position_embeddings": 256, "rope_scaling": _YARN}
-ENGINE_ARCHITECTURES["qwen2"] |= {"rope_scaling": _YARN}
+ARCHITECTURES["qwen3_yarn"] = ARCHITECTURES["qwen3"] | {"max_position_embeddings": 256, "rope_scaling": YARN}
+ENGINE_ARCHITECTURES["qwen2"] |= {"rope_scaling": YARN}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,

@@ -10,10 +10,12 @@ import pytest
 from support.processes import ROOT, until
 
 from megatron_rl.errors import UserError
+from megatron_rl.workers import temporary_folder
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 
 PROCESS = """
 import os, sys, tempfile, time
+from megatron_rl.workers import temporary_folder
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 use_private_temporary_folder()
 if not (child := os.fork()):
@@ -41,6 +43,7 @@ def test_a_path_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
     (folder := tmp_path / ("long" * 30)).mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(temporary_folder, "_open_ends", [])
     with pytest.raises(UserError, match="TMPDIR = .*must have at most 81 bytes"):
         use_private_temporary_folder()
     assert not list(folder.iterdir())
