@@ -13,6 +13,7 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(decoder_sparse_step=1, num_experts_per_tok=8, norm_topk_prob=False)  # as in transformers
+    config.require(shared_expert_intermediate_size=0)
     named = [name for name in ("num_local_experts", "num_experts") if name in config.fields]  # transformers 5 writes the first
     count, *_ = [config.size(name, most=MOST_EXPERTS) for name in named or ["num_local_experts"]]
     layers = config.size("num_hidden_layers", most=MOST_LAYERS)

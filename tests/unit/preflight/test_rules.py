@@ -54,7 +54,7 @@ AGENT = "--agent.name=examples.arithmetic.tool_agent:solve"
 ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 MTP = "--train.mtp_loss_scaling_factor=0.1"
 GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "head_dim": 64}
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
 
 
