@@ -6,8 +6,8 @@ h',
 
     x / sqrt(sum(x^2) / h + eps) * w  =  x / sqrt(sum(x^2) / h' + eps * h / h') * w * sqrt(h / h')
 
-so its weight is scaled, and kept in float32 to avoid rounding; config.json's eps is scaled too. Norms of unchanged width (of q and k heads
-and of MLA's latent vectors) share that eps, where the change is negligible.
+so its weight is scaled, and kept in float32 to avoid rounding; config.json's eps is scaled too. Norms of q and k heads, whose width stays,
+share that eps, where the change is negligible.
 """
 
 import math

@@ -109,7 +109,7 @@ def test_from_the_trainers_blocks_to_the_engine_and_an_export(worlds, checkpoint
 
 def test_the_planner_counts_its_bytes():
     table = {"model": {"path": "x"}, "precision": {"mode": MODE}}
-    job = Workload.from_config(Config.model_validate(table, strict=False), PUBLISHED["Qwen3-8B"])
+    job = Workload.from_config(Config.model_validate(table, strict=False), PUBLISHED["Qwen3-8B"] | {"max_position_embeddings": 40960})
     shapes = {(4096, 4096): 2, (1024, 4096): 2, (12288, 4096): 3}  # q and o; k and v; gate, up and down
     held = sum(count * TOY.count_bytes(shape) for shape, count in shapes.items())
     assert weight_cost.count_trainer_memory(job, Layout(), 0).blocks == 36 * held

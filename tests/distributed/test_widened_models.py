@@ -13,8 +13,7 @@ from megatron_rl.mcore.weights.export import convert
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
 
-NARROW = {"hidden_size": 192, "intermediate_size": 200, "moe_intermediate_size": 72, "num_hidden_layers": 2}
-NARROW |= {"num_attention_heads": 6, "num_key_value_heads": 3}
+NARROW = {"hidden_size": 192, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
 EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in random_sequences(4, seed)) % 2)
 """Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed."""
 
@@ -23,7 +22,8 @@ EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in ra
 def pair(request, tmp_path_factory):
     """A narrow checkpoint, and the wide one for two ranks."""
     folder, config = tmp_path_factory.mktemp(request.param), ARCHITECTURES[request.param]
-    widths = NARROW | ({"num_key_value_heads": 6, "q_lora_rank": config["q_lora_rank"] and 96} if "kv_lora_rank" in config else {})
+    widths = NARROW | ({"moe_intermediate_size": 72} if "moe_intermediate_size" in config else {})
+    widths |= {"num_key_value_heads": 6, "q_lora_rank": config["q_lora_rank"] and 96} if "kv_lora_rank" in config else {}
     narrow = make_model(folder / "narrow", config | widths)
     convert(narrow, folder / "wide", FP32, Alignment(128, tp=2))
     return narrow, folder / "wide"

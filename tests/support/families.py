@@ -98,7 +98,7 @@ _add(
     | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     | {"head_dim": 64},  # transformers: the rotary part
 )
-_GLM4_MOE = {name: value for name, value in _DEEPSEEK.items() if "lora" not in name and "_head_dim" not in name} | {
+_GLM4_MOE = {name: value for name, value in _DEEPSEEK.items() if not any(part in name for part in ("lora", "_head_dim", "eps"))} | {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "partial_rotary_factor": 0.5,
