@@ -190,6 +190,8 @@ class HFConfig:
         if partial != share:
             raise refuse("partial_rotary_factor", partial, share)
         kind = settings.get("rope_type", settings.get("type", "default"))
+        if kind == "yarn" and theta <= 1:  # YaRN divides by its logarithm
+            raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         if kind not in ("default", *stretches):
             raise refuse("rope scaling", kind, " and ".join(("default", *stretches)))
         settings.read.add("type")
@@ -227,5 +229,6 @@ def _read_yarn(settings: HFConfig) -> Yarn:
         mscale=mscale,
         mscale_all_dim=of_all,
     )
+    # SGLang does not read attention_factor, so it must be what YaRN has without it
     settings.require(attention_factor=None if scaled else 0.1 * math.log(max(yarn.rotary_scaling_factor, 1.0)) + 1.0)
     return yarn

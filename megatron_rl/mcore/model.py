@@ -17,6 +17,7 @@ from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
+from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
 from megatron_rl.mcore.layers.linear.high_precision import Embedding
 from megatron_rl.mcore.layers.linear.output_layer import OutputLayer, ValueHead
 from megatron_rl.mcore.layers.mtp import LookaheadModel
@@ -108,7 +109,7 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=geometry.tied,
-        position_embedding_type="yarn" if geometry.rope.yarn and not geometry.latent else "rope",
+        position_embedding_type="rope",
         rotary_percent=geometry.rope.share,
         rotary_base=geometry.rope.theta,
         rope_scaling=geometry.rope.llama3_factor is not None,
@@ -116,6 +117,9 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    if geometry.rope.yarn and not geometry.latent:
+        plain = model.rotary_pos_emb
+        plain.inv_freq = extend_frequencies(plain.inv_freq, geometry.rope.theta, geometry.rope.yarn)
     if model.pre_process:
         model.embedding.word_embeddings.__class__ = Embedding  # Megatron hard-codes the classes of embedding and output layer
     if model.post_process and geometry.value_head:

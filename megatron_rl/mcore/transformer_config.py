@@ -29,6 +29,9 @@ class QuantizedTransformerConfig(TransformerConfig):
     scale_kv_by_layer: bool = False
     post_norms: bool = False  # normalize the outputs of attention and MLP before they are added to the residual stream
     attention_length: float = math.inf  # see `ModelGeometry.attention_length`
+    yarn_rotary_scaling_factor: float = 1.0  # with the next two, what Megatron's plain attention multiplies cosines and sines by
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
     trained_mtp_layers: int = 0
     """Number of trained MTP layers. Megatron's own `mtp_num_layers` stays unset, since it would change the model's forward pass and its
     embedding gradient."""
@@ -44,7 +47,7 @@ def build_transformer_config(
 ) -> QuantizedTransformerConfig:
     """Return Megatron's config of a model."""
     dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
-    config = (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
+    return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
         num_attention_heads=geometry.heads,
@@ -83,11 +86,6 @@ def build_transformer_config(
         **attention_options(geometry),
         **expert_options(geometry),
     )
-    if geometry.rope.yarn and not geometry.latent:  # of plain attention, Megatron reads attributes that are no fields
-        for name, value in asdict(geometry.rope.yarn).items():
-            setattr(config, f"yarn_{name}", value)
-        config.yarn_correction_range_round_to_int = True
-    return config
 
 
 def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
@@ -122,7 +120,13 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
     """Return the options of plain attention, or of multi-latent attention with its own rotary embedding."""
     latent, rope, yarn = geometry.latent, geometry.rope, geometry.rope.yarn
     if latent is None:
-        return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim, "rotary_interleaved": rope.interleaved}
+        scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim") if yarn else ()
+        return {
+            "num_query_groups": geometry.kv_heads,
+            "kv_channels": geometry.head_dim,
+            "rotary_interleaved": rope.interleaved,
+            **{f"yarn_{name}": getattr(yarn, name) for name in scale},
+        }
     options: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": latent.q_rank or None,

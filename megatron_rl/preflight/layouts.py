@@ -65,12 +65,15 @@ def longest_sequence_fits(facts: Facts) -> None:
     fields = HFConfig(facts.hf_config)
     named = ["max_position_embeddings", *(name for name in ["model_max_length"] if fields.get(name) is not None)]  # SGLang reads either
     limit = min(fields.size(name) for name in named)
+    yarn = facts.model.rope.yarn
+    reach = int(yarn.rotary_scaling_factor * yarn.original_max_position_embeddings) if yarn else 0
+    other = f", or set {' and '.join(named)} of config.json to {reach}, as far as YaRN reaches" if reach >= longest else ""
     if longest > limit and config.agent:
-        raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it")
+        raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it" + other)
     if longest > limit:
         environment = f" and environment.max_tokens ({config.environment.max_tokens})" if config.environment else ""
         rule = f"plus data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"
-        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
+        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them" + other)
 
 
 @rule(Needs.MODEL | Needs.TRAINER)

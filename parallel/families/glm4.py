@@ -17,7 +17,7 @@ def read(config: HFConfig) -> ModelGeometry:
         **config.widths(),
         head_dim=config.size("head_dim"),
         qkv_bias=config.flag("attention_bias"),
-        rope=replace(config.rope(share=0.5), interleaved=True),
+        rope=replace(config.rope("yarn", share=0.5), interleaved=True),
         post_norms=True,
     )
 

@@ -23,7 +23,7 @@ def read(config: HFConfig) -> ModelGeometry:
         head_dim=config.head_dim(),
         qkv_bias=config.flag("attention_bias"),
         qk_norm=config.flag("use_qk_norm"),
-        rope=config.rope(share=0.5),
+        rope=config.rope("yarn", share=0.5),
         experts=read_experts(config),
         tied_in_engine=False,
         mtp_layers=config.size("num_nextn_predict_layers", least=0),

@@ -113,7 +113,13 @@ _add(
 )
 ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}
 ARCHITECTURES["qwen3_yarn"] = ARCHITECTURES["qwen3"] | {"max_position_embeddings": 256, "rope_scaling": YARN}
-ENGINE_ARCHITECTURES["qwen2"] |= {"rope_scaling": YARN}
+for _name in ("glm4_moe_air", "qwen3_moe_raw_weights"):
+    ARCHITECTURES[_name] |= {"rope_scaling": YARN}
+ARCHITECTURES["glm4_yarn"] = ARCHITECTURES["glm4"] | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
+ARCHITECTURES["llama_yarn"] = ARCHITECTURES["llama"] | {"rope_scaling": YARN}
+del ARCHITECTURES["llama_yarn"]["rope_theta"]  # as in Llama 2
+for _name in ("glm4", "qwen2"):
+    ENGINE_ARCHITECTURES[_name] |= {"rope_scaling": YARN}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,

@@ -84,8 +84,8 @@ def test_rotary_positions_routing_and_the_default_head_dim():
     new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
     assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
     assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
-    for name in (QWEN2, QWEN3, MOE, LLAMA):
-        assert ModelGeometry.from_hf_config(name | {"rope_scaling": YARN_OF_CARD}).rope.yarn == Yarn(4.0, 32768, 32.0, 1.0)
+    for config in (QWEN2, QWEN3, MOE, LLAMA, ARCHITECTURES["glm4"], AIR):
+        assert ModelGeometry.from_hf_config(config | {"rope_scaling": YARN_OF_CARD}).rope.yarn == Yarn(4.0, 32768, 32.0, 1.0)
     assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
 
     def routing(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -119,6 +119,9 @@ ABSENT = object()
     (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attn_factor": 2.0}}, "rope attn_factor = 2.0: is not known"),
     (QWEN2, {"rope_scaling": YARN_OF_CARD | {"mscale": 1.0}}, "mscale_all_dim = None: must be a positive number"),
     (QWEN2, {"rope_scaling": YARN_OF_CARD | {"factor": "4"}}, "factor = 4: must be a positive number"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"beta_fast": None}}, "rope beta_fast = None: must be a positive number"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"truncate": False}}, "rope truncate = False: .* supports only True"),
+    (AIR, {"rope_scaling": YARN_OF_CARD, "rope_theta": 1.0}, "rope_theta = 1.0: must be greater than 1"),
     (QWEN3, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling = dynamic: .* supports only default and llama3 and yarn"),
     (DEEPSEEK, {"rope_scaling": YARN_OF_CARD}, "rope mscale = None: is missing"),
     (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, YARN
 from support.fp8_checkpoints import with_random_blocks
 from support.geometries import PUBLISHED
 from support.models import edit_config, make_checkpoint, make_model
@@ -251,6 +251,9 @@ MISTAKES = [
            layouts.checkpoint_format_is_known, "train eval plan", model={"quantization_config": {"quant_method": "modelopt"}}),
     refuse("rollout.max_new_tokens = 1000: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
            layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000"),
+    refuse("rollout.max_new_tokens = 1000: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them, or set"
+           " max_position_embeddings of config.json to 1536, as far as YaRN reaches",
+           layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000", model={"rope_scaling": YARN | {"factor": 24.0}}),
     refuse("rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) and environment.max_tokens (500) exceeds the model's 1024",
            layouts.longest_sequence_fits, "train eval plan", "--environment.name=examples.arithmetic.calculator:Calculator",
            "--environment.max_tokens=500"),

@@ -1,12 +1,20 @@
-"""Rotary positions in one pass: Megatron's rotation with the engine's rounding, and the kernel's bits in Triton's interpreter."""
+"""Rotary positions in one pass: Megatron's rotation with the engine's rounding, and the kernel's bits in Triton's interpreter. YaRN."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
 from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
+from support.families import ARCHITECTURES
 from support.processes import call_in_fresh_process
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
+from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
+from parallel.model_geometry import ModelGeometry
 
 POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 6, 5])
 
@@ -73,3 +81,41 @@ def compile_kernel() -> tuple[str, str]:
 def test_it_compiles_for_hopper(tmp_path):
     ptx, report = call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path))
     assert "fma.rn.f32" in ptx and "st.global.v4" in ptx and " 0 bytes spill stores" in report, report
+
+
+_CASES = st.fixed_dictionaries(
+    {"factor": st.floats(1.0, 40.0), "original_max_position_embeddings": st.integers(1, 262144)},
+    optional={"beta_fast": st.floats(2.0, 64.0), "beta_slow": st.floats(0.5, 2.0), "mscale": st.floats(0.1, 2.0)},
+)
+
+
+def check_yarn():
+    """Run in a process of its own, because importing SGLang changes the process."""
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding as Engine
+
+    @settings(deadline=None, max_examples=300)
+    @given(_CASES, st.sampled_from([64, 80, 128]), st.sampled_from([1.0, 0.5]), st.sampled_from([10000, 1e6, 5e6, 100.0]))
+    def check(yarn, head_dim, share, theta):
+        if "mscale" in yarn:
+            yarn["mscale_all_dim"] = 1.1
+        config = ARCHITECTURES["qwen3"] | {"rope_theta": theta, "head_dim": head_dim, "rope_scaling": {"type": "yarn", **yarn}}
+        read = ModelGeometry.from_hf_config(config).rope
+        width = int(head_dim * share)
+        plain = 1.0 / (read.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+        ours = extend_frequencies(plain, read.theta, read.yarn)
+        scale = _yarn_get_concentration_factor(read.yarn.rotary_scaling_factor, read.yarn.mscale, read.yarn.mscale_all_dim)
+
+        parameters = {"rope_type": "yarn", "rope_theta": theta, "partial_rotary_factor": share, **yarn}
+        theirs, their_scale = ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(head_dim=head_dim, rope_parameters=parameters))
+        assert torch.equal(ours, theirs) and scale == their_scale
+
+        engine = Engine(head_dim, width, yarn.pop("original_max_position_embeddings"), theta, True, yarn.pop("factor"), torch.float32, **yarn)
+        table = engine.cos_sin_cache[-1000:]
+        angles = torch.outer(torch.arange(float(len(engine.cos_sin_cache)))[-1000:], ours)
+        assert torch.equal(table, torch.cat((angles.cos() * scale, angles.sin() * scale), -1))
+
+    check()
+
+
+def test_yarns_angles_are_transformers_and_the_engines_to_the_bit():
+    call_in_fresh_process(check_yarn, OMP_NUM_THREADS="1")
