@@ -253,7 +253,8 @@ MISTAKES = [
            layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000"),
     refuse("rollout.max_new_tokens = 1000: plus data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them, or set"
            " max_position_embeddings of config.json to 1536, as far as YaRN reaches",
-           layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000", model={"rope_scaling": YARN | {"factor": 24.0}}),
+           layouts.longest_sequence_fits, "train eval plan", "--rollout.max_new_tokens=1000",
+           model={"rope_scaling": YARN | {"factor": 24.0}}),
     refuse("rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) and environment.max_tokens (500) exceeds the model's 1024",
            layouts.longest_sequence_fits, "train eval plan", "--environment.name=examples.arithmetic.calculator:Calculator",
            "--environment.max_tokens=500"),
