@@ -1,6 +1,7 @@
 """What every family reads from config.json, compared with transformers' models, and which settings it refuses."""
 
 import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_tensors_match_transformers(variant):
     config = config | {name: value for name, value in DISTINCT.items() if config.get(name) is not None} | {"pad_token_id": None}
     model_class = getattr(transformers, CLASSES[config["model_type"]])
     with torch.device("meta"):
-        reference = model_class(model_class.config_class(**config))
+        reference = model_class(model_class.config_class(**deepcopy(config)))  # it writes into rope_scaling
     shapes = {name: list(value.shape) for name, value in reference.named_parameters()}
     shapes |= {name: list(value.shape) for name, value in reference.named_buffers() if name.endswith("e_score_correction_bias")}
     geometry = ModelGeometry.from_hf_config(config)
