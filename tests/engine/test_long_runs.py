@@ -183,3 +183,20 @@ def test_moonlight_and_kimi_are_deepseek_v3_with_other_values(changes, tensors, 
     assert done.code == 0, done.err
     rows = read_rows(latest(tmp_path))
     assert [(row["mismatch/abs_max"], row["sync/proved"], row["sync/tensors"]) for row in rows[1:]] == [(0, tensors, tensors)] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe"])  # covering rows and engine tests have others
+def test_yarn_beyond_the_lengths_of_its_table(family, tmp_path):
+    """The engine's table starts with factor * original_max_position_embeddings = 32 positions and grows to the model's 512."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    write_model(tmp_path / "model", family, FP32, rope_scaling=scaling)
+    done = finish(train(tmp_path, {"rollout.max_new_tokens": 64, "algorithm.entropy_coef": 0.01}))
+    assert done.code == 0, done.err
+    rows = read_rows(latest(tmp_path))[1:]
+    assert len(rows) == 2 and all(row["mismatch/abs_max"] == 0 < row["grad_norm"] for row in rows)
+    assert all(row["sync/proved"] == row["sync/tensors"] > 0 for row in rows)
+    assert all(row["length/max"] == 64 for row in rows)
+    output = tmp_path / "exported"
+    done = finish(Command(tmp_path, "megatron_rl", "export", "--checkpoint", latest(tmp_path) / "checkpoints/step_00002", "--output", output))
+    assert done.code == 0, done.err
+    assert read_json(output / "config.json")["rope_scaling"] == scaling
