@@ -196,7 +196,7 @@ def test_yarn_beyond_the_lengths_of_its_table(family, tmp_path):
     assert len(rows) == 2 and all(row["mismatch/abs_max"] == 0 < row["grad_norm"] for row in rows)
     assert all(row["sync/proved"] == row["sync/tensors"] > 0 for row in rows)
     assert all(row["length/max"] == 64 for row in rows)
-    output = tmp_path / "exported"
-    done = finish(Command(tmp_path, "megatron_rl", "export", "--checkpoint", latest(tmp_path) / "checkpoints/step_00002", "--output", output))
+    checkpoint, output = latest(tmp_path) / "checkpoints" / "step_00002", tmp_path / "exported"
+    done = finish(Command(tmp_path, "megatron_rl", "export", "--checkpoint", checkpoint, "--output", output))
     assert done.code == 0, done.err
     assert read_json(output / "config.json")["rope_scaling"] == scaling
