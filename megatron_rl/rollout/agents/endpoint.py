@@ -8,9 +8,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -30,8 +30,8 @@ _MOST_REQUESTS = 64  # number of requests of an episode in flight
 _BODY_BYTES, _BYTES_PER_TOKEN = (
     1 << 20,
     4 * CHARACTERS_PER_TOKEN,
-)  # a body may have so many bytes, and so many for each token of a conversation
-_MOST_BODIES, _DISCARDED = 4, 16  # how many of the largest bodies an episode may send at once, and how much of a larger one is read
+)  # so many bytes a body may have, and per token
+_MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
 _STOP_SECONDS = 10
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
 Describe = Callable[[Turn, int, PolicyRequest], Response]
@@ -93,8 +93,7 @@ class AgentEndpoint:
         try:
             if client is None:
                 raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
-            with client.enter():
-                body = await client.receive(http, self._most_bytes)
+            async with client.receiving(http, self._most_bytes) as body:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, client.episode, body, read, describe)
         except ClientDisconnect:
             return Response(status_code=499)
@@ -129,21 +128,13 @@ class _Client:
     def __init__(self, episode: AgentEpisode) -> None:
         self.episode, self._requests, self._bytes = episode, 0, 0
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Enclose a request. Raise RefusedError if the episode has too many."""
+    @asynccontextmanager
+    async def receiving(self, http: Request, most: int) -> AsyncIterator[bytes]:
+        """Enclose a request, and yield its body. Raise RefusedError if the episode has too many requests or bytes in flight, or if the body
+        has more than `most` bytes. Such a body is read to its end, so that its client, which is still sending, gets the answer."""
         if self._requests == _MOST_REQUESTS:
             raise RefusedError(f"this episode has {_MOST_REQUESTS} requests in flight", 429, "rate_limit_exceeded")
         self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
-
-    async def receive(self, http: Request, most: int) -> bytes:
-        """Return the body of a request. Raise RefusedError if it is larger than `most` bytes, or if the bodies of the episode that arrive
-        at the same time are larger than a few such bodies. A body that is too large is read to its end, so that its client, which is
-        still sending, gets the answer."""
         body, size = bytearray(), 0
         try:
             async for chunk in http.stream():
@@ -154,12 +145,13 @@ class _Client:
                     body += chunk
                     self._bytes += len(chunk)
                     if self._bytes > _MOST_BODIES * most:
-                        raise RefusedError("this episode sends too many large bodies at the same time", 429, "rate_limit_exceeded")
+                        raise RefusedError("this episode has too many large requests in flight", 429, "rate_limit_exceeded")
+            if size > most:
+                raise RefusedError(f"the body of {size} bytes or more is larger than {most}", 413, "request_too_large")
+            yield bytes(body)
         finally:
+            self._requests -= 1
             self._bytes -= len(body)
-        if size > most:
-            raise RefusedError(f"the body of {size} bytes or more is larger than {most}", 413, "request_too_large")
-        return bytes(body)
 
 
 def _describe_error(message: str, status: int, code: str) -> Response:
