@@ -124,72 +124,81 @@ def respond(value: object, **changes) -> bytes:
 
 
 REFUSED = {
-    # not JSON
-    "empty": b"", "blank": b" ", "text": b"hello", "half": b'{"messages": [', "two values": chat() + b"1", "utf-16": chat().decode().encode("utf-16"),
-    "utf-8 mark": b"\xef\xbb\xbf" + chat(), "latin": b'{"messages": [{"role": "user", "content": "\xe9"}]}', "control": raw('"\x01"'),
-    "surrogate bytes": b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "zeros": b"\0" * 100, "trailing comma": b'{"messages": [],}',
-    "single quotes": b"{'messages': []}", "gzip": b"\x1f\x8b\x08\0\0\0\0\0", "form": b"messages=x", "brackets": DEEP.encode(),
-    "objects": b'{"a":' * 100_000, "closed brackets": raw(DEEP + "]" * 100_000), "201 levels": raw("[" * 201 + "]" * 201),
-    # JSON that is no request
-    "null": b"null", "number": b"5", "string": b'"x"', "list": b"[]", "true": b"true", "no messages": b"{}",
-    # surrogates and numbers
-    "surrogate": raw('"\\ud800"'), "low surrogate": raw('"\\udc00"'), "swapped pair": raw('"\\udc00\\ud800"'), "surrogate key": b'{"\\ud800": 1}',
-    "surrogate role": raw('"\\ud800"', "role"), "surrogate name": raw('"\\udfff"', "name"), "surrogate stop": b'{"messages": [], "stop": "\\ud800"}',
-    "nan": raw("NaN"), "nan option": b'{"messages": [], "temperature": NaN}', "infinity": raw("-Infinity"), "long number": raw("1" * 5000),
-    "hexadecimal": raw("0x1"), "plus": raw("+1"),
-    # messages
-    "messages null": chat(messages=None), "messages text": chat(messages="x"), "messages object": chat(messages={}), "messages 5": chat(messages=5),
-    "messages empty": chat(messages=[]), "messages nested": chat(messages=[[USER]]), "message null": chat(messages=[None]),
-    "message text": chat(messages=["x"]), "last is the policy's": chat(messages=[USER, {"role": "assistant", "content": "y"}]),
-    "too many": chat(messages=[USER] * 10_001), "role list": message(role=[]), "role object": message(role={}), "role null": message(role=None),
-    "role 5": message(role=5), "role true": message(role=True), "role unknown": message(role="critic"), "role missing": chat(messages=[{"content": "x"}]),
-    "role blank": message(role=""), "role with a zero": message(role="user\0"), "content 5": message(content=5), "content true": message(content=True),
-    "content list of 5": message(content=[5]), "content nested": message(content=[[{"text": "x"}]]), "content of null": message(content=[None]),
+    "empty": b"", "blank": b" ", "text": b"hello", "half": b'{"messages": [', "two values": chat() + b"1",
+    "utf-16": chat().decode().encode("utf-16"), "utf-8 mark": b"\xef\xbb\xbf" + chat(),
+    "latin": b'{"messages": [{"role": "user", "content": "\xe9"}]}', "control": raw('"\x01"'),
+    "surrogate bytes": b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "zeros": b"\0" * 100,
+    "trailing comma": b'{"messages": [],}', "single quotes": b"{'messages': []}", "gzip": b"\x1f\x8b\x08\0\0\0\0\0",
+    "form": b"messages=x", "brackets": DEEP.encode(), "objects": b'{"a":' * 100_000, "closed brackets": raw(DEEP + "]" * 100_000),
+    "201 levels": raw("[" * 201 + "]" * 201), "null": b"null", "number": b"5", "string": b'"x"', "list": b"[]", "true": b"true",
+    "no messages": b"{}", "surrogate": raw('"\\ud800"'), "low surrogate": raw('"\\udc00"'), "swapped pair": raw('"\\udc00\\ud800"'),
+    "surrogate key": b'{"\\ud800": 1}', "surrogate role": raw('"\\ud800"', "role"), "surrogate name": raw('"\\udfff"', "name"),
+    "surrogate stop": b'{"messages": [], "stop": "\\ud800"}', "nan": raw("NaN"), "nan option": b'{"messages": [], "temperature": NaN}',
+    "infinity": raw("-Infinity"), "long number": raw("1" * 5000), "hexadecimal": raw("0x1"), "plus": raw("+1"),
+    "messages null": chat(messages=None), "messages text": chat(messages="x"), "messages object": chat(messages={}),
+    "messages 5": chat(messages=5), "messages empty": chat(messages=[]), "messages nested": chat(messages=[[USER]]),
+    "message null": chat(messages=[None]), "message text": chat(messages=["x"]),
+    "last is the policy's": chat(messages=[USER, {"role": "assistant", "content": "y"}]), "too many": chat(messages=[USER] * 10_001),
+    "role list": message(role=[]), "role object": message(role={}), "role null": message(role=None), "role 5": message(role=5),
+    "role true": message(role=True), "role unknown": message(role="critic"), "role missing": chat(messages=[{"content": "x"}]),
+    "role blank": message(role=""), "role with a zero": message(role="user\0"), "content 5": message(content=5),
+    "content true": message(content=True), "content list of 5": message(content=[5]),
+    "content nested": message(content=[[{"text": "x"}]]), "content of null": message(content=[None]),
     "text list": message(content=[{"type": "text", "text": []}]), "text missing": message(content=[{"type": "text"}]),
-    "image": message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "name 5": message(name=5), "name list": message(name=["x"]),
-    "name long": message(name="x" * 2000), "reply id 5": message(role="tool", tool_call_id=5), "calls 5": message(tool_calls=5),
-    "calls text": message(tool_calls="f"), "calls object": message(tool_calls={"id": "c"}), "call null": message(tool_calls=[None]),
-    "call without function": message(tool_calls=[{"id": "c"}]), "function text": message(tool_calls=[{"id": "c", "function": "f"}]),
+    "image": message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "name 5": message(name=5),
+    "name list": message(name=["x"]), "name long": message(name="x" * 2000), "reply id 5": message(role="tool", tool_call_id=5),
+    "calls 5": message(tool_calls=5), "calls text": message(tool_calls="f"), "calls object": message(tool_calls={"id": "c"}),
+    "call null": message(tool_calls=[None]), "call without function": message(tool_calls=[{"id": "c"}]),
+    "function text": message(tool_calls=[{"id": "c", "function": "f"}]),
     "call without id": message(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]), "arguments object": call(arguments={}),
-    "arguments null": call(arguments=None), "arguments 5": call(arguments=5), "called name null": call(name=None), "called name list": call(name=[]),
-    "many calls": message(tool_calls=[{"id": "c", "function": {"name": "f", "arguments": ""}}] * 2000),
-    # tools
-    "tools 5": chat(tools=5), "tools text": chat(tools="f"), "tools true": chat(tools=True), "tools object": chat(tools=TOOL), "tool 5": chat(tools=[5]),
-    "tool null": chat(tools=[None]), "tool list": chat(tools=[[]]), "tool type": chat(tools=[{**TOOL, "type": []}]), "tool search": chat(tools=[{"type": "web_search"}]),
+    "arguments null": call(arguments=None), "arguments 5": call(arguments=5), "called name null": call(name=None),
+    "called name list": call(name=[]), "many calls": message(tool_calls=[{"id": "c", "function": {"name": "f", "arguments": ""}}] * 2000),
+    "tools 5": chat(tools=5), "tools text": chat(tools="f"), "tools true": chat(tools=True), "tools object": chat(tools=TOOL),
+    "tool 5": chat(tools=[5]), "tool null": chat(tools=[None]), "tool list": chat(tools=[[]]),
+    "tool type": chat(tools=[{**TOOL, "type": []}]), "tool search": chat(tools=[{"type": "web_search"}]),
     "tool without function": chat(tools=[{"type": "function"}]), "tool function 5": chat(tools=[{"type": "function", "function": 5}]),
-    "tool without name": tool(name=None), "tool name 5": tool(name=5), "tool name empty": tool(name=""), "tool name long": tool(name="f" * 2000),
-    "tool description 5": tool(description=5), "tool parameters 5": tool(parameters=5), "tool parameters list": tool(parameters=[]),
-    "tool infinity": tool(parameters={"a": 0}).replace(b"0}", b"1e999}"), "many tools": chat(tools=[TOOL] * 2000),
-    "deep tool": tool(parameters={"a": 0}).replace(b"0}", b"[" * 300 + b"]" * 300 + b"}"),
-    # options
-    "stop 5": chat(stop=5), "stop false": chat(stop=False), "stop object": chat(stop={}), "stop of 5": chat(stop=[5]), "stop empty": chat(stop=""),
-    "stop nested": chat(stop=[["x"]]), "stop long": chat(stop="x" * 300), "stops": chat(stop=["x"] * 17), "max_tokens 0": chat(max_tokens=0),
-    "max_tokens -1": chat(max_tokens=-1), "max_tokens text": chat(max_tokens="5"), "max_tokens 1.5": chat(max_tokens=1.5), "max_tokens true": chat(max_tokens=True),
-    "max_tokens list": chat(max_tokens=[1]), "max_completion_tokens": chat(max_completion_tokens=0), "stream 5": chat(stream=5), "stream text": chat(stream="yes"),
-    "model 5": chat(model=5), "model list": chat(model=[]), "n 2": chat(n=2), "n list": chat(n=[1]), "unknown option": chat(guided_json={}),
-    "deep option": b'{"messages": [], "text": ' + b"[" * 150 + b"]" * 150 + b"}", "tool_choice object": chat(tool_choice={"type": "function"}),
+    "tool without name": tool(name=None), "tool name 5": tool(name=5), "tool name empty": tool(name=""),
+    "tool name long": tool(name="f" * 2000), "tool description 5": tool(description=5), "tool parameters 5": tool(parameters=5),
+    "tool parameters list": tool(parameters=[]), "tool infinity": tool(parameters={"a": 0}).replace(b"0}", b"1e999}"),
+    "many tools": chat(tools=[TOOL] * 2000), "deep tool": tool(parameters={"a": 0}).replace(b"0}", b"[" * 300 + b"]" * 300 + b"}"),
+    "stop 5": chat(stop=5), "stop false": chat(stop=False), "stop object": chat(stop={}), "stop of 5": chat(stop=[5]),
+    "stop empty": chat(stop=""), "stop nested": chat(stop=[["x"]]), "stop long": chat(stop="x" * 300), "stops": chat(stop=["x"] * 17),
+    "max_tokens 0": chat(max_tokens=0), "max_tokens -1": chat(max_tokens=-1), "max_tokens text": chat(max_tokens="5"),
+    "max_tokens 1.5": chat(max_tokens=1.5), "max_tokens true": chat(max_tokens=True), "max_tokens list": chat(max_tokens=[1]),
+    "max_completion_tokens": chat(max_completion_tokens=0), "stream 5": chat(stream=5), "stream text": chat(stream="yes"),
+    "model 5": chat(model=5), "model list": chat(model=[]), "n 2": chat(n=2), "n list": chat(n=[1]),
+    "unknown option": chat(guided_json={}), "deep option": b'{"messages": [], "text": ' + b"[" * 150 + b"]" * 150 + b"}",
+    "tool_choice object": chat(tool_choice={"type": "function"}),
 }  # fmt: skip
 REFUSED_RESPONSES = {
     "no input": b"{}", "input 5": respond(5), "input null": respond(None), "input object": respond({}), "input of 5": respond([5]),
-    "input empty": respond([]), "item null": respond([None]), "item type": respond([{"type": []}]), "item unknown": respond([{"type": "reasoning"}]),
-    "item long type": respond([{"type": "x" * 1000}]), "call without id": respond([{"type": "function_call", "name": "f", "arguments": "{}"}]),
-    "call arguments": respond([{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]), "output 5": respond([{"type": "function_call_output", "output": 5}]),
-    "output id": respond([{"type": "function_call_output", "call_id": [], "output": "x"}]), "instructions list": respond("x", instructions=["x"]),
-    "instructions 5": respond("x", instructions=5), "previous 5": respond("x", previous_response_id=5), "previous unknown": respond("x", previous_response_id="resp_7"),
+    "input empty": respond([]), "item null": respond([None]), "item type": respond([{"type": []}]),
+    "item unknown": respond([{"type": "reasoning"}]), "item long type": respond([{"type": "x" * 1000}]),
+    "call without id": respond([{"type": "function_call", "name": "f", "arguments": "{}"}]),
+    "call arguments": respond([{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]),
+    "output 5": respond([{"type": "function_call_output", "output": 5}]),
+    "output id": respond([{"type": "function_call_output", "call_id": [], "output": "x"}]),
+    "instructions list": respond("x", instructions=["x"]), "instructions 5": respond("x", instructions=5),
+    "previous 5": respond("x", previous_response_id=5), "previous unknown": respond("x", previous_response_id="resp_7"),
     "previous text": respond("x", previous_response_id="x"), "previous negative": respond("x", previous_response_id="resp_-1"),
-    "previous digits": respond("x", previous_response_id="resp_" + "9" * 5000), "stream": respond("x", stream=True), "tools 5": respond("x", tools=5),
-    "flat tool": respond("x", tools=[TOOL]), "max_output_tokens": respond("x", max_output_tokens=0), "surrogate": b'{"input": "\\ud800"}', "list": b"[]",
+    "previous digits": respond("x", previous_response_id="resp_" + "9" * 5000), "stream": respond("x", stream=True),
+    "tools 5": respond("x", tools=5), "flat tool": respond("x", tools=[TOOL]), "max_output_tokens": respond("x", max_output_tokens=0),
+    "surrogate": b'{"input": "\\ud800"}', "list": b"[]",
 }  # fmt: skip
 ANSWERED = {
-    "the last of doubled keys": b'{"messages": [{"role": "critic", "role": "user", "content": "x"}], "n": 2, "n": 1}', "emoji": raw('"\\ud83d\\ude00"'),
-    "zero": raw('"\\u0000"'), "escape": raw('"\\u001b[2J"'), "markers": raw('"<|im_end|><|endoftext|>"'), "template": raw('"{{ 1/0 }}{% raise %}"'),
-    "large limit": chat(max_tokens=10**300), "null options": chat(n=None, stop=None, tools=None, max_tokens=None), "200 levels": call(arguments="[" * 200 + "]" * 200),
-    "nested arguments": call(arguments=DEEP), "closed arguments": call(arguments=DEEP + "]" * 100_000), "surrogate in arguments": call(arguments='{"a": "\\ud800"}'),
-    "nan in arguments": call(arguments='{"a": NaN}'), "huge number in arguments": call(arguments='{"a": 1e999, "b": ' + "1" * 5000 + "}"),
-    "control in arguments": call(arguments='{"a": "\x00\x1b"}'), "doubled keys in arguments": call(arguments='{"a": 1, "a": 2}'), "arguments that are none": call(arguments=""),
-    "arguments text": call(arguments="not JSON"), "arguments 5": call(arguments="5"), "no name": call(name=""), "no messages content": message(content=None),
-    "parts": message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "large number in a schema": tool(parameters={"maximum": 10**400}),
-    "null in a schema": tool(parameters={"default": None}), "unknown fields": message(refusal=None, audio=None, annotations=[]),
+    "the last of doubled keys": b'{"messages": [{"role": "critic", "role": "user", "content": "x"}], "n": 2, "n": 1}',
+    "emoji": raw('"\\ud83d\\ude00"'), "zero": raw('"\\u0000"'), "escape": raw('"\\u001b[2J"'),
+    "markers": raw('"<|im_end|><|endoftext|>"'), "template": raw('"{{ 1/0 }}{% raise %}"'), "large limit": chat(max_tokens=10**300),
+    "null options": chat(n=None, stop=None, tools=None, max_tokens=None), "200 levels": call(arguments="[" * 200 + "]" * 200),
+    "nested arguments": call(arguments=DEEP), "closed arguments": call(arguments=DEEP + "]" * 100_000),
+    "surrogate in arguments": call(arguments='{"a": "\\ud800"}'), "nan in arguments": call(arguments='{"a": NaN}'),
+    "huge number in arguments": call(arguments='{"a": 1e999, "b": ' + "1" * 5000 + "}"),
+    "control in arguments": call(arguments='{"a": "\x00\x1b"}'), "doubled keys in arguments": call(arguments='{"a": 1, "a": 2}'),
+    "arguments that are none": call(arguments=""), "arguments text": call(arguments="not JSON"), "arguments 5": call(arguments="5"),
+    "no name": call(name=""), "no messages content": message(content=None),
+    "parts": message(content=[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+    "large number in a schema": tool(parameters={"maximum": 10**400}), "null in a schema": tool(parameters={"default": None}),
+    "unknown fields": message(refusal=None, audio=None, annotations=[]),
 }  # fmt: skip
 
 
@@ -212,10 +221,11 @@ CALL = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
 
 
 @pytest.mark.parametrize("said, is_call", {
-    CALL % (DEEP + "]" * 100_000): False, CALL % DEEP: False, CALL % '{"a": "\\ud800"}': False, CALL % ("1" * 5000): False, CALL % '{"a": }': False,
-    '<tool_call>\n{"name": "\\udfff", "arguments": {}}\n</tool_call>': False, "<tool_call>\n5\n</tool_call>": False, "<tool_call>" * 1000: False,
-    CALL % '{"a": NaN}': True, CALL % '{"a": 1e999}': True, CALL % '{"a": 1, "a": 2}': True, CALL % '{"a": "\\u0000\\u001b"}': True, CALL % "[]": True,
-    CALL % '"text"': True, CALL % "{}": True, CALL % ("[" * 150 + "]" * 150): True, "\0\x1b<|im_start|>system": False, "\ufffd\ufeff": False,
+    CALL % (DEEP + "]" * 100_000): False, CALL % DEEP: False, CALL % '{"a": "\\ud800"}': False, CALL % ("1" * 5000): False,
+    CALL % '{"a": }': False, '<tool_call>\n{"name": "\\udfff", "arguments": {}}\n</tool_call>': False,
+    "<tool_call>\n5\n</tool_call>": False, "<tool_call>" * 1000: False, CALL % '{"a": NaN}': True, CALL % '{"a": 1e999}': True,
+    CALL % '{"a": 1, "a": 2}': True, CALL % '{"a": "\\u0000\\u001b"}': True, CALL % "[]": True, CALL % '"text"': True, CALL % "{}": True,
+    CALL % ("[" * 150 + "]" * 150): True, "\0\x1b<|im_start|>system": False, "\ufffd\ufeff": False,
 }.items(), ids=range(18))  # fmt: skip
 def test_whatever_a_policy_writes_is_answered_and_its_history_continues_it(client, said, is_call):
     client.engine.reply = said
@@ -274,8 +284,10 @@ def test_blanks_that_the_template_writes_and_other_tools_begin_another_conversat
     client.ask([{"role": "user", "content": "example"}, {"role": "assistant", "content": "no"}, USER])
     completion = client.finish()
     assert completion.history_notes == [
-        "the chat template writes the names, ids, or blanks that differ", "the tools differ", "message 0 (system): the role is system instead of user",
-    ]  # fmt: skip
+        "the chat template writes the names, ids, or blanks that differ",
+        "the tools differ",
+        "message 0 (system): the role is system instead of user",
+    ]
     assert len(completion.conversations) == 5
 
 
