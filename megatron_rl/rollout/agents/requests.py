@@ -5,6 +5,7 @@ surrogates, NaN, or integers of more than 4300 digits. How large a body may be i
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -211,15 +212,19 @@ def _make_request(
     if not messages or messages[-1].role == "assistant":
         raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
     tools = [{"type": "function", "function": function.describe()} for function in functions]
-    try:
-        text = json.dumps(tools, allow_nan=False)
-    except ValueError:
-        raise RefusedError("tools: numbers must be finite", code="invalid_value") from None
+    text = json.dumps(tools)
+    json.loads(text, parse_int=_check_number, parse_constant=_check_number)
     overridden = tuple(name for name in _OWN_SAMPLING if values.get(name) is not None)
     calls_tools = bool(tools) and values.get("tool_choice") != "none"
     stop, model = tuple(request.stop or ()), request.model or MODEL
     instructions = getattr(request, "instructions", None)
     return PolicyRequest(tuple(messages), text, limit, stop, calls_tools, overridden, model, bool(request.stream), instructions)
+
+
+def _check_number(text: str) -> None:
+    """Raise RefusedError for an integer in a schema that does not fit 64 bits, or for infinity: engines cannot read them."""
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise RefusedError("tools: numbers must be finite, and integers must have at most 18 digits", code="invalid_value")
 
 
 def _append_item(messages: list[ConversationMessage], item: dict[str, Any]) -> None:
