@@ -98,28 +98,29 @@ class AgentEndpoint:
         except ClientDisconnect:
             return Response(status_code=499)
         except RefusedError as error:
-            return _describe_error(str(error), error.status, error.code)
+            return _describe_error(error)
 
     def _serve(
         self, episode: AgentEpisode, body: bytes, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe
     ) -> Response:
         """Answer a request in a thread. An error while the request is read refuses it. Any later error that is not a RefusedError is the
-        run's, whatever its type: it ends the episode and is raised where the agent is awaited."""
+        run's, whatever its type: it ends the episode and is raised where the agent is awaited. No error leaves the thread, because its
+        traceback would keep the parsed body in memory."""
         try:
             request = read(episode, body)
-        except RefusedError:
-            raise
+        except RefusedError as error:
+            return _describe_error(error)
         except Exception as error:
-            raise RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value") from None
+            return _describe_error(RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value"))
         try:
             turn = self._answer(episode, request)
             return describe(turn, episode.number_of(turn), request)
-        except RefusedError:
-            raise
+        except RefusedError as error:
+            return _describe_error(error)
         except Exception as error:
             text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
             episode.fail(error if isinstance(error, RunError | AbortedError) else RunError(text))
-            raise RefusedError("the run could not answer", 503, "run_failed") from None
+            return _describe_error(RefusedError("the run could not answer", 503, "run_failed"))
 
 
 class _Client:
@@ -154,9 +155,9 @@ class _Client:
             self._bytes -= len(body)
 
 
-def _describe_error(message: str, status: int, code: str) -> Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+def _describe_error(error: RefusedError) -> Response:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}, error.status)
 
 
 def _describe_completion(turn: Turn, number: int, request: PolicyRequest) -> Response:
