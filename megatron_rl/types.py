@@ -137,6 +137,8 @@ class Completion:
     shared_count: int = 0  # number of sampled tokens that this conversation shares with an earlier one, which trains on them
     calls: int | None = None  # number of an agent's requests that were answered, or None without an agent
     own_reward: float | None = None  # reward that an agent returned, or None
+    foreign_histories: int = 0  # number of an agent's requests whose history resembles a conversation, but does not continue it
+    history_notes: list[str] = field(default_factory=list)  # why the first of them do not
 
     @property
     def conversations(self) -> list[Completion]:

@@ -32,6 +32,7 @@ _IDLE_POLL_SECONDS = 0.01
 _EXIT_SECONDS = 2.0
 _NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first proved sync"
 _POLL_SECONDS = 0.05
+_UNPARSED = (400, 422, 500)  # what SGLang answers if it cannot parse a response, or the schemas of an agent
 
 
 class SGLangEngine(RankRequests):
@@ -86,8 +87,8 @@ class SGLangEngine(RankRequests):
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         path, body = "/parse_function_call", {"text": text, "tools": json.loads(tools), "tool_call_parser": parser}
         response = self._request(path, body)
-        if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and not self.server.processes.has_ended():
-            return None  # some parsers raise on text without a call
+        if response.status_code in _UNPARSED and not self.server.processes.has_ended():
+            return None  # some parsers raise on text without a call, or on schemas that they do not know
         parsed = self._read_answer(path, response)
         return ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
 

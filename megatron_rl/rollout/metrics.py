@@ -50,6 +50,7 @@ _AGENT = (
     declare("agent/conversations", "mean number of an episode's conversations, each a training sample"),
     declare("agent/read_share", "share of the conversations' tokens that are read and not trained on", "share"),
     declare("agent/tool_errors", "answers with a malformed tool call", "count"),
+    declare("agent/foreign_histories", "requests that repeat a conversation otherwise than it was, so that another one begins", "count"),
     declare("agent/errors", "episodes whose agent failed", "count"),
     declare("agent/stopped", "episodes cut at agent.max_calls", "count"),
 )
@@ -154,6 +155,7 @@ def _agent_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         len(conversations) / count,
         1 - sum(each.sampled_count for each in conversations) / max(tokens, 1),
         float(sum(completion.tool_errors for completion in completions)),
+        float(sum(completion.foreign_histories for completion in completions)),
         _count(completions, lambda completion: completion.environment_error),
         _count(completions, lambda completion: completion.finish_reason == "turns"),
     )
@@ -172,6 +174,7 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
             **{"reward": (reward := completion.reward).value, "correct": reward.correct, "parts": reward.parts},
             **{"finish_reason": completion.finish_reason, "error": reward.error},
             **({"dialogue": completion.dialogue} if completion.dialogue else {}),
+            **({"history_notes": completion.history_notes} if completion.history_notes else {}),
         }
         for completion in select_evenly(completions, count)
     ]

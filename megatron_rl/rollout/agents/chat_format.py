@@ -2,7 +2,8 @@
 follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,9 @@ class ChatFormat:
 
     def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
         """Return the tokens of a whole conversation up to where the policy begins to respond. Raise RefusedError if the template fails."""
-        return self.encode(self._render(messages, tools))
+        text = self._render(messages, tools)
+        with _refusing("the tokenizer"):
+            return self.encode(text)
 
     def encode_rest(self, messages: Sequence[ConversationMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
         """Return the tokens of the messages that follow a response, up to where the policy begins the next one. They begin with the end
@@ -67,7 +70,17 @@ class ChatFormat:
         rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
         rest = rest.removeprefix(self.decode_all(last)) if len(last) else rest
-        return np.array(encode_continuation(self._tokenizer, rest, int(last[0]) if len(last) else None), np.int32)
+        with _refusing("the tokenizer"):
+            return np.array(encode_continuation(self._tokenizer, rest, int(last[0]) if len(last) else None), np.int32)
+
+    def writes_same(self, messages: Sequence[ConversationMessage], others: Sequence[ConversationMessage], tools: str, first: bool) -> bool:
+        """Return whether the chat template writes the same text for both. Some templates write neither names nor blanks. `first`: whether
+        the messages begin a conversation instead of following a response."""
+        render = self._render if first else self._render_rest
+        try:
+            return render(messages, tools) == render(others, tools)
+        except RefusedError:
+            return False
 
     def split_end(self, answer_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a response's tokens without its end token, and the end token if there is one."""
@@ -82,9 +95,15 @@ class ChatFormat:
         return rest
 
     def _render(self, messages: Sequence[ConversationMessage], tools: str) -> str:
-        chat = [message.to_template() for message in messages]
-        try:
-            return self._template.render(chat, json.loads(tools) or ())
-        except Exception as error:  # a template can raise anything
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise RefusedError(f"the chat template fails on these messages ({reason[0][:200]})", code="invalid_value") from None
+        with _refusing("the chat template"):
+            return self._template.render([message.to_template() for message in messages], json.loads(tools) or ())
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise RefusedError instead of anything that a template or a tokenizer raises about an agent's messages."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise RefusedError(f"{what} fails on these messages ({reason[0][:200]})", code="invalid_value") from None

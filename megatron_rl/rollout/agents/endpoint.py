@@ -8,8 +8,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -18,28 +19,39 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_rl.errors import RunError
-from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
-from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request, read_response_request
+from megatron_rl.config.agent import AgentConfig
+from megatron_rl.errors import AbortedError, RunError
+from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, Turn
+from megatron_rl.rollout.agents.messages import MODEL, PolicyRequest, RefusedError
+from megatron_rl.rollout.agents.requests import read_chat_request, read_response_request
 
-MODEL = "policy"  # model name that the endpoint reports; requests may use any name
 _THREADS_PER_AGENT = 4
+_MOST_REQUESTS = 64  # number of requests of an episode in flight
+_BODY_BYTES, _BYTES_PER_TOKEN = (
+    1 << 20,
+    4 * CHARACTERS_PER_TOKEN,
+)  # so many bytes a body may have, and per token
+_MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
 _STOP_SECONDS = 10
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
+Describe = Callable[[Turn, int, PolicyRequest], Response]
 
 
 class AgentEndpoint:
     """The HTTP server, a context manager. `answer` samples a turn of an episode; it may raise RefusedError or RunError."""
 
-    def __init__(self, answer: Answer, agents: int) -> None:
-        self._answer, self._episodes = answer, dict[str, AgentEpisode]()
-        self._threads = ThreadPoolExecutor(_THREADS_PER_AGENT * agents, thread_name_prefix="megatron-rl-agent-request")
+    def __init__(self, answer: Answer, agent: AgentConfig) -> None:
+        self._answer, self._clients = answer, dict[str, _Client]()
+        self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * agent.max_tokens
+        self._threads = ThreadPoolExecutor(_THREADS_PER_AGENT * agent.workers, thread_name_prefix="megatron-rl-agent-request")
         routes = [
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/v1/models", self._list_models, methods=["GET"]),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            Starlette(routes=routes), http="h11", log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
 
     def __enter__(self) -> AgentEndpoint:
@@ -50,7 +62,7 @@ class AgentEndpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._episodes.clear()
+        self._clients.clear()
         self._server.should_exit = True
         self._thread.join(_STOP_SECONDS)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -58,65 +70,97 @@ class AgentEndpoint:
     def open(self, episode: AgentEpisode) -> str:
         """Return a new key for an episode."""
         key = f"mrl-{secrets.token_hex(16)}"
-        self._episodes[key] = episode
+        self._clients[key] = _Client(episode)
         return key
 
     def close(self, key: str) -> None:
-        self._episodes.pop(key, None)
+        self._clients.pop(key, None)
 
     async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}]})
 
     async def _complete(self, request: Request) -> Response:
-        def answer(episode: AgentEpisode, body: Any) -> Response:
-            turn = self._answer(episode, read_chat_request(body))
-            completion = _describe_completion(turn, episode.number_of(turn), _name_model(body))
-            return _stream(completion) if body.get("stream") else JSONResponse(completion)
-
-        return await self._handle(request, answer)
+        return await self._handle(request, lambda _, body: read_chat_request(body), _describe_completion)
 
     async def _respond(self, request: Request) -> Response:
-        def answer(episode: AgentEpisode, body: Any) -> Response:
-            previous = body.get("previous_response_id") if isinstance(body, dict) else None
-            number = str(previous).removeprefix("resp_")
-            earlier = episode.find_turn(int(number) if number.isdecimal() else -1).messages if previous else ()
-            turn = self._answer(episode, read_response_request(body, earlier))
-            return JSONResponse(_describe_response(turn, episode.number_of(turn), body))
+        def read(episode: AgentEpisode, body: bytes) -> PolicyRequest:
+            return read_response_request(body, lambda name: episode.find_turn(name).messages)
 
-        return await self._handle(request, answer)
+        return await self._handle(request, read, _describe_response)
 
-    async def _handle(self, request: Request, answer: Callable[[AgentEpisode, Any], Response]) -> Response:
-        """Answer a request in a thread. An error of the run ends the episode and is raised where the agent is awaited."""
-        episode = self._episodes.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+    async def _handle(self, http: Request, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe) -> Response:
+        client = self._clients.get(http.headers.get("authorization", "").removeprefix("Bearer "))
         try:
-            if episode is None:
+            if client is None:
                 raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
-            try:
-                body = await request.json()
-            except ValueError:
-                raise RefusedError("the body is not JSON", code="invalid_value") from None
-            return await asyncio.get_running_loop().run_in_executor(self._threads, answer, episode, body)
+            async with client.receiving(http, self._most_bytes) as body:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, client.episode, body, read, describe)
         except ClientDisconnect:
             return Response(status_code=499)
         except RefusedError as error:
-            return _describe_error(str(error), error.status, error.code)
+            return _describe_error(error)
+
+    def _serve(
+        self, episode: AgentEpisode, body: bytes, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe
+    ) -> Response:
+        """Answer a request in a thread. An error while the request is read refuses it. Any later error that is not a RefusedError is the
+        run's, whatever its type: it ends the episode and is raised where the agent is awaited. No error leaves the thread, because its
+        traceback would keep the parsed body in memory."""
+        try:
+            request = read(episode, body)
+        except RefusedError as error:
+            return _describe_error(error)
         except Exception as error:
-            if episode is not None:
-                text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
-                episode.fail(error if isinstance(error, RunError) else RunError(text))
-            return _describe_error("the run could not answer", 503, "run_failed")
+            return _describe_error(RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value"))
+        try:
+            turn = self._answer(episode, request)
+            return describe(turn, episode.number_of(turn), request)
+        except RefusedError as error:
+            return _describe_error(error)
+        except Exception as error:
+            text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
+            episode.fail(error if isinstance(error, RunError | AbortedError) else RunError(text))
+            return _describe_error(RefusedError("the run could not answer", 503, "run_failed"))
 
 
-def _describe_error(message: str, status: int, code: str) -> Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+class _Client:
+    """What an episode's key admits to the endpoint. Used by the server's thread only."""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self.episode, self._requests, self._bytes = episode, 0, 0
+
+    @asynccontextmanager
+    async def receiving(self, http: Request, most: int) -> AsyncIterator[bytes]:
+        """Enclose a request, and yield its body. Raise RefusedError if the episode has too many requests or bytes in flight, or if the body
+        has more than `most` bytes. Such a body is read to its end, so that its client, which is still sending, gets the answer."""
+        if self._requests == _MOST_REQUESTS:
+            raise RefusedError(f"this episode has {_MOST_REQUESTS} requests in flight", 429, "rate_limit_exceeded")
+        self._requests += 1
+        body, size = bytearray(), 0
+        try:
+            async for chunk in http.stream():
+                size += len(chunk)
+                if size > _DISCARDED * most:
+                    break
+                if size <= most:
+                    body += chunk
+                    self._bytes += len(chunk)
+                    if self._bytes > _MOST_BODIES * most:
+                        raise RefusedError("this episode has too many large requests in flight", 429, "rate_limit_exceeded")
+            if size > most:
+                raise RefusedError(f"the body of {size} bytes or more is larger than {most}", 413, "request_too_large")
+            yield bytes(body)
+        finally:
+            self._requests -= 1
+            self._bytes -= len(body)
 
 
-def _name_model(body: Any) -> str:
-    return str(body.get("model") or MODEL)
+def _describe_error(error: RefusedError) -> Response:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}, error.status)
 
 
-def _describe_completion(turn: Turn, number: int, model: str) -> dict[str, Any]:
+def _describe_completion(turn: Turn, number: int, request: PolicyRequest) -> Response:
     said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
     message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
     if said.tool_calls:
@@ -125,14 +169,15 @@ def _describe_completion(turn: Turn, number: int, model: str) -> dict[str, Any]:
     ended = bool(sampled) and turn.generation.finish_reason == "stop"
     matched = turn.stop or (int(turn.generation.output_ids_T[-1]) if ended else None)  # as SGLang answers: the stop text or the end token
     choice = {"index": 0, "message": message, "finish_reason": finish, "matched_stop": matched, "logprobs": None}
-    return {
+    completion = {
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": model,
+        "model": request.model,
         "choices": [choice],
         "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
     }
+    return _stream(completion) if request.stream else JSONResponse(completion)
 
 
 def _stream(completion: dict[str, Any]) -> Response:
@@ -151,7 +196,7 @@ def _stream(completion: dict[str, Any]) -> Response:
     return StreamingResponse(iter(lines), media_type="text/event-stream")
 
 
-def _describe_response(turn: Turn, number: int, body: Any) -> dict[str, Any]:
+def _describe_response(turn: Turn, number: int, request: PolicyRequest) -> Response:
     said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
     cut = turn.generation.finish_reason == "length"
     status = "incomplete" if cut else "completed"
@@ -163,19 +208,20 @@ def _describe_response(turn: Turn, number: int, body: Any) -> dict[str, Any]:
         named = {"id": f"fc_{call.id}", "call_id": call.id, "name": call.name, "arguments": call.arguments}
         output.append({"type": "function_call", "status": "completed", **named})
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    return {
+    response = {
         "id": f"resp_{number}",
         "object": "response",
         "created_at": int(time.time()),
-        "model": _name_model(body),
+        "model": request.model,
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,
-        "instructions": body.get("instructions"),
+        "instructions": request.instructions,
         "metadata": {},
         "output": output,
         "parallel_tool_calls": True,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tool_choice": "auto" if request.calls_tools else "none",
+        "tools": [{"type": "function", **tool["function"]} for tool in json.loads(request.tools)],
         "usage": {"input_tokens": before, "output_tokens": sampled, "total_tokens": before + sampled, **details},
     }
+    return JSONResponse(response)

@@ -11,7 +11,7 @@ token is trained on once, in the first sample that holds it, and only read in th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -25,6 +25,9 @@ from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyReque
 from megatron_rl.rollout.engine import Abort, hash_seed
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
+CHARACTERS_PER_TOKEN = 32
+"""Maximum mean number of characters in a token. A longer conversation is refused before it is tokenized, which takes time."""
+_MOST_NOTES = 8  # number of notes about histories that an episode's record holds
 _MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent is killed, because it might go on forever
 
 
@@ -43,7 +46,16 @@ class Turn:
     @property
     def path(self) -> list[Turn]:
         """The turns from the root to this one."""
-        return [*(self.parent.path if self.parent else ()), self]
+        turns, turn = list[Turn](), cast(Turn | None, self)
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def start(self) -> int:
+        """Number of messages that the turn shares with its parent."""
+        return len(self.parent.messages) if self.parent else 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -81,6 +93,8 @@ class AgentEpisode:
         self._begun: set[Turn | None] = set()  # turns that another turn continues
         self._branches = self._calls = self._refusals = self._tool_errors = 0
         self._ended = False
+        self.foreign = 0  # number of requests whose history continues no conversation, though it resembles one
+        self.notes: list[str] = []  # why the first of them do not
         self.limit = ""  # finish reason of the first limit that refused a request
         self.failure: Exception | None = None  # an error of the run, not of the agent
         self.kill: Callable[[], None] = lambda: None  # kills the agent processes
@@ -90,7 +104,9 @@ class AgentEpisode:
         with self._lock:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
+            self._check_size(request)
             parent = self._find_parent(request)
+            self._note_history(request, parent)
             if parent is None:
                 prompt_ids_T = given_ids_T = self._format.encode_start(request.messages, request.tools)
             else:
@@ -122,14 +138,18 @@ class AgentEpisode:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
             number = sum(len(turn.messages[-1].tool_calls) for turn in self._turns)
             named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
-            messages = (*planned.request.messages, ConversationMessage("assistant", content, named))
-            turn = Turn(planned.parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed, stop)
+            parent = planned.parent  # the turns of a conversation share its messages, so memory grows with its length only
+            given = planned.request.messages if parent is None else parent.messages + planned.request.messages[len(parent.messages) :]
+            messages = (*given, ConversationMessage("assistant", content, named))
+            turn = Turn(parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed, stop)
             self._turns.append(turn)
             self._tool_errors += malformed
             return turn
 
-    def find_turn(self, number: int) -> Turn:
-        """Return an earlier turn. Raise RefusedError if it does not exist."""
+    def find_turn(self, response: str) -> Turn:
+        """Return the turn of a response's id, `resp_N`. Raise RefusedError if it does not exist."""
+        name = response.removeprefix("resp_")
+        number = int(name) if name.isdecimal() else -1
         with self._lock:
             if not 0 <= number < len(self._turns):
                 raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
@@ -163,15 +183,57 @@ class AgentEpisode:
         completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
         completion.finish_reason = "agent" if error else self.limit or (turns[-1].generation.finish_reason if turns else "stop")
         completion.environment_error = error
+        completion.foreign_histories, completion.history_notes = self.foreign, self.notes
         is_cut = bool(self.limit) and own_reward is None and self._config.own_reward
         completion.own_reward = 0.0 if is_cut else own_reward
         return completion
 
     def _find_parent(self, request: PolicyRequest) -> Turn | None:
-        """Return the turn with the longest conversation that the request begins with."""
-        shorter = (turn for turn in self._turns if turn.tools == request.tools and len(turn.messages) < len(request.messages))
-        fitting = [turn for turn in shorter if request.messages[: len(turn.messages)] == turn.messages]
-        return max(fitting, key=lambda turn: len(turn.messages), default=None)  # the first if several are equally long
+        """Return the turn with the longest conversation that the request begins with in meaning. If several are equally long, one
+        of the very same texts comes first, then the earliest."""
+        fitting = dict[Turn | None, bool]({None: True})  # with whether the texts are the same
+        for turn in self._turns:  # parents come before their children
+            if turn.parent in fitting and turn.tools == request.tools and self._is_continued(turn, request):
+                part = slice(turn.start, len(turn.messages))
+                fitting[turn] = fitting[turn.parent] and request.messages[part] == turn.messages[part]
+        del fitting[None]
+        return max(fitting, key=lambda turn: (len(turn.messages), fitting[turn]) if turn else (0, False), default=None)
+
+    def _is_continued(self, turn: Turn, request: PolicyRequest) -> bool:
+        """Return whether a request that continues the turn's parent also continues the turn. What the policy sampled is compared by its
+        meaning. For what it was given, the chat template must also write the same text, from which the turn's tokens were made."""
+        end = len(turn.messages) - 1
+        given, known = request.messages[turn.start : end], turn.messages[turn.start : end]
+        if len(request.messages) <= end + 1 or _find_difference(request.messages[turn.start :], turn.messages[turn.start :])[1]:
+            return False
+        return given == known or self._format.writes_same(given, known, turn.tools, turn.parent is None)
+
+    def _note_history(self, request: PolicyRequest, parent: Turn | None) -> None:
+        """Count a request that repeats responses of the policy but does not continue them, and note why."""
+        path = parent.path if parent else []
+        if not self._turns or not any(message.role == "assistant" for message in request.messages[len(path[-1].messages) if path else 0 :]):
+            return
+
+        def rate(turn: Turn) -> tuple[bool, int]:
+            number = _find_difference(request.messages, turn.messages)[0]
+            return number == len(turn.messages) and turn not in path, number
+
+        closest = max(self._turns, key=rate)
+        number, difference = _find_difference(request.messages, closest.messages)
+        said = [turn.messages[-1] for turn in self._turns]
+        if number == len(closest.messages):
+            note = (
+                "the tools differ" if closest.tools != request.tools else "the chat template writes the names, ids, or blanks that differ"
+            )
+        elif any(message.role == "assistant" for message in request.messages[number:]) and (
+            number or any(not message.differs_from(each) for message in request.messages for each in said)
+        ):
+            note = f"message {number} ({request.messages[number].role}): {difference}"
+        else:  # examples that the agent wrote
+            return
+        self.foreign += 1
+        if len(self.notes) < _MOST_NOTES:
+            self.notes.append(note)
 
     def _choose_seed(self, parent: Turn | None) -> int | None:
         """Return the seed of the turn's conversation, or a new one for a new branch. The first conversation has the episode's seed."""
@@ -182,6 +244,11 @@ class AgentEpisode:
         if number == 0 or self.sampling.seed is None:
             return self.sampling.seed
         return hash_seed(self.sampling.seed, number)
+
+    def _check_size(self, request: PolicyRequest) -> None:
+        if request.size > (most := CHARACTERS_PER_TOKEN * self._config.max_tokens):
+            text = f"the conversation of {request.size} characters is longer than {most} (agent.max_tokens = {self._config.max_tokens})"
+            self._refuse("length", text, "context_length_exceeded")
 
     def _refuse(self, finish_reason: str, text: str, code: str) -> None:
         self.limit = self.limit or finish_reason
@@ -230,3 +297,12 @@ class AgentEpisode:
             version_lags_T=np.concatenate(lags) if last and self.staleness else None,
             shared_count=shared,
         )
+
+
+def _find_difference(messages: Sequence[ConversationMessage], others: Sequence[ConversationMessage]) -> tuple[int, str]:
+    """Return the number of first messages that mean the same, up to the end of the shorter sequence, and how the next ones
+    differ, or ""."""
+    for number, (one, other) in enumerate(zip(messages, others, strict=False)):
+        if difference := one.differs_from(other):
+            return number, difference
+    return min(len(messages), len(others)), ""

@@ -35,7 +35,7 @@ class AgentSampler:
         """`data`: settings of the chat template."""
         self._config, self._engine = config, engine
         self._format = ChatFormat(tokenizer, data)
-        self._endpoint = AgentEndpoint(self._answer, config.workers)
+        self._endpoint = AgentEndpoint(self._answer, config)
         self._room = threading.Semaphore(config.workers)
         self._lock, self._running, self._closed = threading.Lock(), set[AgentProcess](), False
         self._server: AgentServer | None = None
@@ -120,6 +120,9 @@ class AgentSampler:
         if request.calls_tools and not self._config.tool_parser:
             self._warn_once("agents offer tools, but agent.tool_parser is empty: tool calls are not parsed")
         planned = episode.plan(request)
+        if episode.notes:
+            text = f"an agent repeats a conversation otherwise than it was ({episode.notes[0]}), so another sample begins; "
+            self._warn_once(text + "see agent/foreign_histories, and history_notes in samples.jsonl", "history")
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
@@ -140,9 +143,16 @@ class AgentSampler:
         parsed = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
         if parsed is None:
             return text, [], True
+        if any(_is_torn(part) for part in (parsed.text, *(part for call in parsed.calls for part in call))):
+            return text, [], True
         return (parsed.text, parsed.calls, False) if parsed.calls else (text, [], parsed.text != whole)
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+    def _warn_once(self, text: str, kind: str = "") -> None:
+        if (kind or text) not in self._warned:
+            self._warned.add(kind or text)
             _log.warning("%s", text)
+
+
+def _is_torn(text: str) -> bool:
+    """Return whether a text has lone surrogates, which a policy can write as JSON escapes and which no UTF-8 text can hold."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -120,15 +120,15 @@ def test_sampling_options_are_overridden_and_options_that_would_change_answers_a
         ({"logprobs": True}, "logprobs: true is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_tokens": 0}, "max_tokens: must be 1 or more"),
-        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):
             desk.say(USER, **options)
     for messages, rule in (
         ([], "must not end with"),
-        ([{"role": "critic", "content": ""}], "not a known role"),
+        ([{"role": "critic", "content": ""}], "messages.0.role: Input should be 'system'"),
         ([USER, {"role": "assistant"}], "must not end"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):

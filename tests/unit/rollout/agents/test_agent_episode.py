@@ -1,5 +1,7 @@
 """The tree of turns of an episode: which tokens a request continues, where it branches, what is trained on, and where it ends."""
 
+import json
+
 import numpy as np
 import pytest
 from support.agents import END, PAIR, PROBLEM, ChatTokenizer, Policy, config
@@ -9,7 +11,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
-from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError, read_chat_request
+from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
+from megatron_rl.rollout.agents.requests import read_chat_request
 from megatron_rl.rollout.groups import assign_rewards
 from megatron_rl.rollout.metrics import compute_rollout_metrics
 from megatron_rl.rollout.worker import RolloutBatch
@@ -32,7 +35,7 @@ class Conversation:
         names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
         letters = roles or "ua" * len(contents)
         messages = [{"role": names[role], "content": content} for role, content in zip(letters, contents, strict=False)]
-        return self.send(read_chat_request({"messages": messages, **options}))
+        return self.send(read_chat_request(json.dumps({"messages": messages, **options}).encode()))
 
     def send(self, request: PolicyRequest) -> str:
         planned = self.episode.plan(request)
