@@ -134,10 +134,13 @@ def _weights(model: ModelChunks, prefix: str) -> dict[str, Any]:
     """Return the sharded state of each virtual pipeline stage. Only the tensors' own names, with `prefix`, are written to disk; there
     layers are numbered over the whole model."""
     finish_gathers(model)
-    chunks = (shard_adapters(chunk) or chunk.sharded_state_dict(prefix=prefix) for chunk in get_model_chunks(model))
-    return {
-        f"model{number}": {name.removeprefix(prefix): tensor for name, tensor in tensors.items()} for number, tensors in enumerate(chunks)
-    }
+    sharded = {}
+    for number, chunk in enumerate(get_model_chunks(model)):
+        whole, adapters = chunk.sharded_state_dict(prefix=prefix), shard_adapters(chunk)
+        if adapters:  # all other weights are those of the base model
+            whole = {name: tensor for name, tensor in whole.items() if name.endswith(".kv_scales")} | adapters
+        sharded[f"model{number}"] = {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
+    return sharded
 
 
 def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
