@@ -43,6 +43,8 @@ class ResumePoint:
         """Return notices for the user, one line each."""
         lines = [f"{damaged.name} is incomplete: {reason}; the previous checkpoint is used" for damaged, reason in self.damaged.items()]
         lines.append(f"resuming from {self.folder}, step {self.state['step']}")
+        if not checkpoints.has_digest(self.state):
+            lines.append("an older version wrote its state.json without a digest, so damage to that file would not be noticed")
         if not self.matches_layout(layout):
             lines.append("it was written with another train.layout: sums are added in another order, so results differ in rounding")
         saved = self.state.get("versions", {})

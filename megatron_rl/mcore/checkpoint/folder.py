@@ -1,7 +1,8 @@
 """The folder `checkpoints/` of a run: publishing, pruning, and damage checks. Does not import torch.
 
 A checkpoint is written into a hidden folder, which is renamed to `step_00030` once everything is on disk. A killed run thus never leaves a
-partial checkpoint. `state.json` is written last; it holds the size and XXH3-128 hash of every other file, to detect later damage.
+partial checkpoint. `state.json` is written last; its `files` hold the size and XXH3-128 hash of every other file, to detect later damage,
+and under its own name those of the rest of `state.json`. Checkpoints of older versions lack this last entry.
 """
 
 import hashlib
@@ -68,7 +69,9 @@ def list_files(folder: Path) -> list[str]:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write state.json; flush it and all folders to disk. Raise OSError."""
+    """Write state.json with its own digest; flush it and all folders to disk. Raise OSError."""
+    state = json.loads(json.dumps(state))  # as it will be read
+    state["files"][_STATE] = _digest(state)
     with open(folder / _STATE, "w") as file:
         file.write(json.dumps(state, indent=2) + "\n")
         file.flush()
@@ -104,30 +107,74 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _digest(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the size and XXH3-128 hash of state.json in a canonical form, without its own entry in `files`."""
+    files = {name: checksum for name, checksum in state["files"].items() if name != _STATE}
+    canonical = json.dumps({**state, "files": files}, sort_keys=True).encode()
+    return {"bytes": len(canonical), "xxh3_128": xxhash.xxh3_128_hexdigest(canonical)}
+
+
+def has_digest(state: dict[str, Any]) -> bool:
+    """Return whether state.json holds a digest of itself. Checkpoints of older versions do not."""
+    return _STATE in state["files"]
+
+
 def find_damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """Describe the damage of a checkpoint, or return "". Reads every byte of its files, or of the `rank`-th of `world` shares of the
     files."""
     try:
-        files = json.loads((folder / _STATE).read_bytes())["files"]
+        state = json.loads((folder / _STATE).read_bytes())
+        files = dict(state["files"])
+        if problem := _find_damage_in_state(folder, state, files):
+            return f"{_STATE} {problem}"
     except FileNotFoundError:
         return f"holds no {_STATE}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{_STATE} cannot be read ({type(error).__name__})"
+    files.pop(_STATE, None)
     with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing release the GIL
         problems = list(pool.map(lambda name: _find_damage_in_file(folder, name, files[name]), list(files)[rank::world]))
     return next(filter(None, problems), "")
 
 
+def _find_damage_in_state(folder: Path, state: dict[str, Any], files: dict[str, Any]) -> str:
+    """Compare what state.json says with its own digest, the folder, the optimizer's steps, and the data's position. Raises KeyError,
+    TypeError, or ValueError if a field is missing or has another type."""
+    if has_digest(state) and files[_STATE] != _digest(state):
+        return "was modified after it was written"
+    match = _NAME.fullmatch(folder.name)
+    for version in ("step", "policy_version"):
+        if match and version in state and state[version] != int(match[1]):
+            return f"has {version} {state[version]!r:.40}, but the folder's name is {folder.name}"
+    for steps, adam_steps in (("optimizer_steps", "adam_step"), ("critic_steps", "critic_adam_step")):
+        if steps in state and adam_steps in state and state[steps] != state[adam_steps]:
+            return f"has {steps} {state[steps]!r:.40}, but the optimizer took {state[adam_steps]!r:.40}"
+    if data := state.get("data"):
+        position, left_out = data["position"], data.get("left_out", [])
+        if type(position) is not int or not all(type(each) is int and 0 <= each < position for each in left_out) or position < 0:
+            return "has a position in the data that is not a number of problems, or problems after it"
+    if unlisted := sorted({f"mcore/{path.name}" for path in (folder / "mcore").glob("*")} - files.keys()):
+        return f"does not list {unlisted[0]}"
+    if not files.keys() - {_STATE}:
+        return "lists no files"
+    if outside := next((name for name in files if name != os.path.normpath(name) or os.path.isabs(name) or name.startswith("..")), ""):
+        return f"lists {outside!r:.80}, which is not a file of this folder"
+    return ""
+
+
 def _find_damage_in_file(folder: Path, name: str, expected: dict[str, Any]) -> str:
     try:
+        size_and_hash = expected["bytes"], expected["xxh3_128"]
         with open(folder / name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != expected["xxh3_128"]:
+            if size != size_and_hash[0]:
+                return f"{name} has {size:,} bytes instead of {size_and_hash[0]:,}"
+            if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != size_and_hash[1]:
                 return f"{name} was modified after it was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except (KeyError, TypeError, ValueError) as error:  # ValueError: a name with a NUL, or a size that is not a number
+        return f"{_STATE} has no size and hash of {name!r:.80} ({type(error).__name__})"
     return ""
 
 

@@ -77,7 +77,8 @@ class Runs:
         (hidden / "hf").mkdir(parents=True)
         shutil.copy(self.model / "config.json", hidden / "hf")
         data = Facts(config).problems.state_dict()
-        checkpoints.write_state(hidden, {"step": 2, "adam_step": 2, "layout": {}, "versions": {}, "files": {}, "data": data})
+        files = checkpoints.checksum_files(hidden, ["hf/config.json"])
+        checkpoints.write_state(hidden, {"step": 2, "adam_step": 2, "layout": {}, "versions": {}, "files": files, "data": data})
         checkpoints.publish(hidden, folder, 0)
         log.finish("broken", "killed")
         return log

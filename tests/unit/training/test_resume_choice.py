@@ -30,8 +30,10 @@ def make_run(tmp_path: Path, steps: tuple[int, ...] = (2,), **sections: dict) ->
     for step in steps:
         folder = checkpoints.checkpoint_folder(log.dir, step)
         hidden = checkpoints.unfinished_folder(folder)
-        hidden.mkdir(parents=True)
-        state = {"step": step, "adam_step": step, "layout": {"tp": 1}, "versions": collect_versions(), "files": {}}
+        (hidden / "mcore").mkdir(parents=True)
+        (hidden / "mcore" / ".metadata").touch()
+        files = checkpoints.checksum_files(hidden, ["mcore/.metadata"])
+        state = {"step": step, "adam_step": step, "layout": {"tp": 1}, "versions": collect_versions(), "files": files}
         checkpoints.write_state(hidden, state)
         checkpoints.publish(hidden, folder, 0)
     return log
@@ -91,6 +93,15 @@ def test_the_newest_whole_checkpoint_is_chosen_and_differences_are_reported(tmp_
     assert checkpoint.describe({"tp": 2})[2].startswith("it was written with another train.layout: ")
     checkpoint.state["versions"]["torch"] = "1.0"
     assert checkpoint.describe({"tp": 1})[2].startswith("it was written with other package versions, so results may differ: torch 1.0 -> ")
+
+
+def test_a_checkpoint_of_a_version_without_digests_still_loads_and_this_is_said_once(tmp_path):
+    state = make_run(tmp_path).dir / "checkpoints" / "step_00002" / "state.json"
+    old = json.loads(state.read_text())
+    del old["files"]["state.json"]
+    state.write_text(json.dumps(old))
+    lines = choose_checkpoint(state.parents[2], 9).describe({"tp": 1})
+    assert lines[1:] == ["an older version wrote its state.json without a digest, so damage to that file would not be noticed"]
 
 
 def test_no_whole_checkpoint_or_no_step_left_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: damage is found, and only the newest checkpoints are kept."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,21 @@ def make(run: Path, step: int, keep: int = 0) -> Path:
     (hidden / "mcore").mkdir(parents=True)
     (hidden / "mcore" / "__0_0.distcp").write_bytes(bytes(range(256)) * 9)
     (hidden / "mcore" / ".metadata").write_bytes(b"metadata")
-    checkpoints.write_state(hidden, {"step": step, "files": checkpoints.checksum_files(hidden, checkpoints.list_files(hidden))})
+    files = checkpoints.checksum_files(hidden, checkpoints.list_files(hidden))
+    counts = {"policy_version": step, "optimizer_steps": 20, "adam_step": 20, "data": {"position": 80, "left_out": [71]}}
+    checkpoints.write_state(hidden, {"step": step, **counts, "files": files})
     checkpoints.publish(hidden, folder, keep)
     return folder
+
+
+def edit(folder: Path, resign: bool = False, **fields) -> None:
+    """Change fields of state.json. Its digest then fails; with `resign`, it is replaced, as in a state that was written wrong."""
+    path = folder / "state.json"
+    state = json.loads(path.read_text()) | fields
+    if resign:
+        checkpoints.write_state(folder, state)
+    else:
+        path.write_text(json.dumps(state))
 
 
 def flip(path: Path) -> None:
@@ -32,6 +45,34 @@ DAMAGE = {
     "no state.json": (lambda f: (f / "state.json").unlink(), "holds no state.json"),
     "half a state.json": (lambda f: (f / "state.json").write_text('{"step": 5, "fi'), "state.json cannot be read (JSONDecodeError)"),
     "a state without files": (lambda f: (f / "state.json").write_text('{"step": 5}'), "state.json cannot be read (KeyError)"),
+    "a flipped digit of the position": (
+        lambda f: edit(f, data={"position": 90, "left_out": [71]}),
+        "state.json was modified after it was written",
+    ),
+    "a flipped digit of the steps": (lambda f: edit(f, optimizer_steps=21), "state.json was modified after it was written"),
+    "no files": (lambda f: edit(f, files={}), "state.json does not list mcore/.metadata"),
+    "files that are a list": (lambda f: edit(f, files=[]), "state.json does not list mcore/.metadata"),
+    "files without hashes": (
+        lambda f: edit(f, files={"mcore/.metadata": {}, "mcore/__0_0.distcp": 1}),
+        "state.json has no size and hash of 'mcore/.metadata' (KeyError)",
+    ),
+    "a file outside": (
+        lambda f: edit(f, files={"mcore/.metadata": {}, "mcore/__0_0.distcp": {}, "../x": {}}),
+        "state.json lists '../x', which is not a file of this folder",
+    ),
+    "the step of another folder": (lambda f: edit(f, True, step=7), "state.json has step 7, but the folder's name is step_00005"),
+    "another optimizer's steps": (
+        lambda f: edit(f, True, adam_step=21),
+        "state.json has optimizer_steps 20, but the optimizer took 21",
+    ),
+    "a position before what it left out": (
+        lambda f: edit(f, True, data={"position": 60, "left_out": [71]}),
+        "state.json has a position in the data that is not a number of problems, or problems after it",
+    ),
+    "a state nested too deep": (
+        lambda f: (f / "state.json").write_text("[" * 100_000),
+        "state.json cannot be read (RecursionError)",
+    ),
 }
 
 
