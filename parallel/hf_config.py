@@ -1,6 +1,6 @@
 """config.json as the model families read it. A field that is missing, invalid, unsupported or unknown is refused by name."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,13 @@ from parallel.shards import GeometryError
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
+_MOST = 1 << 24  # larger than any size of a published model
+_FEW = {
+    **dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), 1024),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1 << 16),
+    **{"num_nextn_predict_layers": 64, "n_shared_experts": 1024},
+}
+"""Largest values of the fields that are numbers of objects: every command makes an object of each layer and expert."""
 _INTEGERS = {0: "a non-negative", 1: "a positive"}
 _OWN = ("megatron_rl_critic", "megatron_rl_trains_mtp")  # `ModelGeometry.from_hf_config` reads them
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -94,13 +101,13 @@ class HFConfig:
         return bool(value)
 
     def size(self, name: str, least: int = 1, most: int | None = None) -> int:
-        """Return a field that must be an integer in a range."""
+        """Return a field that must be an integer in a range. Without `most`, the range ends far above any published model."""
         value = self.get(name)
         if value is None:
             raise GeometryError(f"config.json {self.part}{name}", None, "is missing", "add it")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be {_INTEGERS[least]} integer", CORRECT)
-        if most is not None and value > most:
+        if value > (most := _FEW.get(name, _MOST) if most is None else most):
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be at most {most}", CORRECT)
         return value
 
@@ -116,7 +123,7 @@ class HFConfig:
     def number(self, name: str) -> float:
         """Return a field that must be a positive number."""
         value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise GeometryError(f"config.json {self.part}{name}", value, "must be a positive number", CORRECT)
         return float(value)
 
