@@ -3,13 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+MAX_RANKS = 1 << 16
+"""Largest number of ranks, engines, or stages. Checks and estimates loop over them before anything starts."""
 
 
 class ConfigSection(BaseModel):
     """A frozen, strictly typed section. Unknown keys are errors, and the string below each field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_64_bits(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ValueError("must be an integer of 64 bits")
+        return value
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

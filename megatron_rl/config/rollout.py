@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_RANKS, ConfigSection
 from megatron_rl.config.hosts import Host
 from megatron_rl.types import SamplingParams
 from parallel.layout import EngineLayout
@@ -32,21 +32,21 @@ class RolloutConfig(ConfigSection):
 
     engine: str = "sglang"
     """Name of the engine's entry point in the group `megatron_rl.rollout`."""
-    engines: int = Field(1, ge=1)
+    engines: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of engines, each on its own `tp` devices. A request goes to the engine with the lowest load."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MAX_RANKS)
     """Tensor-parallel size of each engine."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1, le=MAX_RANKS)
     """Expert-parallel size of each engine for mixture-of-experts models. Must divide `tp`."""
-    nodes_per_engine: int = Field(1, ge=1)
+    nodes_per_engine: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of nodes that each engine's ranks are evenly spread over. Must divide `tp` and the number of `hosts`. See
     docs/guides/slurm.md."""
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(32, ge=1, le=1 << 20)
     """Number of prompts per RL step."""
-    over_sampling_prompts: int = Field(0, ge=0)
+    over_sampling_prompts: int = Field(0, ge=0, le=1 << 20)
     """Additional prompts to sample per step. Once `prompts_per_step` groups are complete, the slowest groups are aborted. The next step
     samples them again and does not abort them again, so no problem is skipped."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=1 << 20)
     """Number of completions per prompt. 1 is only possible if the advantage does not compare completions, as with `gae`."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature, which divides the logits."""

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_RANKS, ConfigSection
 from megatron_rl.errors import as_user_error
 from parallel.layout import Layout
 
@@ -12,25 +12,25 @@ from parallel.layout import Layout
 class LayoutConfig(ConfigSection):
     """How the model and the tokens are sharded over the trainer's ranks. The number of ranks is tp * cp * pp * dp."""
 
-    tp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MAX_RANKS)
     """Tensor-parallel size."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks also shard the tokens in operations on single tokens, such as norms and residual additions."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of pipeline stages."""
-    vpp: int = Field(1, ge=1)
+    vpp: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of virtual stages per pipeline stage (interleaved schedule). More reduce the bubble but need more communication."""
-    first_stage_layers: int = Field(0, ge=0)
+    first_stage_layers: int = Field(0, ge=0, le=MAX_RANKS)
     """Number of layers in the first pipeline stage. 0 divides the remaining layers evenly among stages without a number."""
-    last_stage_layers: int = Field(0, ge=0)
+    last_stage_layers: int = Field(0, ge=0, le=MAX_RANKS)
     """Number of layers in the last pipeline stage, which also has the output layer. 0 divides layers evenly, as above."""
-    cp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1, le=MAX_RANKS)
     """Context-parallel size: ranks that share the tokens of each sequence. tp * cp must divide the number of attention heads."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1, le=MAX_RANKS)
     """Expert-parallel size for mixture-of-experts models. ep * etp must divide tp * cp * dp."""
-    etp: int | None = Field(None, ge=1)
+    etp: int | None = Field(None, ge=1, le=MAX_RANKS)
     """Tensor-parallel size within an expert. Defaults to `tp`."""
-    dp: int = Field(1, ge=1)
+    dp: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of data-parallel replicas."""
 
     @property

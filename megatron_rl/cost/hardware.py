@@ -18,6 +18,8 @@ CACHE_BANDWIDTH = 5.5e12
 """Bytes/s from Hopper's L2 cache to all multiprocessors. An assumption; data sheets do not list it."""
 NETWORK_BANDWIDTH = 50e9
 """Bytes/s per direction of a GPU's own network adapter (400 Gbit/s, one per GPU, as in NVIDIA's reference nodes)."""
+MAX_NODES, MAX_GPUS_PER_NODE = 8192, 256
+"""Largest cluster that `plan` searches and `rehearse` fakes; the search grows with the number of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ class Cluster:
     def from_options(cls, nodes: int | None, gpus_per_node: int, gpu: str, needed_gpus: int = 0) -> Cluster:
         """Return the cluster of the command line; without `nodes`, as many nodes as `needed_gpus` fill.
 
-        Raise UserError for sizes below 1 and unknown GPUs.
+        Raise UserError for sizes that are not positive or above any real cluster, and for unknown GPUs.
         """
         nodes = -(-needed_gpus // max(gpus_per_node, 1)) if nodes is None else nodes
-        for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        for option, value, most in (("--nodes", nodes, MAX_NODES), ("--gpus-per-node", gpus_per_node, MAX_GPUS_PER_NODE)):
             if value < 1:
                 raise UserError(option, value, "must be a positive number", "give 1 or more")
+            if value > most:
+                raise UserError(option, value, f"must be at most {most:,}", "give the size of a real cluster, or smaller layouts")
         if gpu.lower() not in GPUS:
             raise UserError("--gpu", gpu, "is not known", f"use one of {', '.join(GPUS)}")
         return cls(nodes, gpus_per_node, GPUS[gpu.lower()])

@@ -26,6 +26,10 @@ from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, HFTensor, Region
 
 
+_MOST = 1 << 16
+"""Maximum of block times ranks: all numbers of groups of heads up to it are tried."""
+
+
 class Alignment(NamedTuple):
     """Block size and rank counts to which widths are aligned."""
 
@@ -38,6 +42,8 @@ def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str
     """Return the config.json of the narrowest aligned model. It is equal if all widths are aligned already. Raises GeometryError if the
     family refuses the model, or `tp` does not divide the vocabulary."""
     block, tp, etp = alignment.block, alignment.tp, alignment.etp or alignment.tp
+    if block * max(tp, etp) > _MOST:
+        raise GeometryError("--align", block, f"times the number of ranks ({max(tp, etp)}) must be at most {_MOST:,}", "use 128 for FP8")
     model = ModelGeometry.from_hf_config(hf_config)
     if model.vocab % tp:
         rule = f"must divide vocab_size ({model.vocab}), which cannot be padded: rows of zeros would take part in the softmax"
