@@ -101,6 +101,7 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
         "batch_p2p_comm": layout.vpp == 1,
         "batch_p2p_sync": False,  # a device synchronization that only old releases of PyTorch need
         "variable_seq_lengths": layout.pp > 1,  # see `mcore.passes.pipeline`
+        "deallocate_pipeline_outputs": layout.pp > 1,  # a stage does not keep what it sent
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
