@@ -18,6 +18,7 @@ from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.adapters import list_adapted_layers
+from megatron_rl.mcore.weights.cache_scales import collect_scales
 from megatron_rl.mcore.weights.export import export_adapters
 from parallel.adapters import NAMES
 from parallel.layout import Layout
@@ -44,6 +45,16 @@ def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
     loaded = Trainer(folder, precision, layout=layout, lora=LoraConfig(**lora))
     load_run_checkpoint(checkpoint, loaded.model, loaded.actor.optimizer, read_state(checkpoint, of_adapters=True)[0], same_layout=False)
     return torch.cat(compute_logprobs(loaded.actor, batch)[0])
+
+
+def restore_cache_scales(folder, lora, to):
+    """Return the scales of the KV cache of a trainer with adapters, and of another one that loads its checkpoint."""
+    saving, loading = (Trainer(folder, FP32 | {"kv": "e4m3_per_layer"}, lora=LoraConfig(**lora)) for _ in range(2))
+    for number, scales in enumerate(collect_scales(saving.model).values(), 1):
+        scales.copy_(torch.tensor([2.0**-number, 2.0**number]))
+    saving.save(to, with_optimizer=True, lora=lora, base=str(folder))
+    load_run_checkpoint(to, loading.model, loading.actor.optimizer, read_state(to, of_adapters=True)[0], same_layout=False)
+    return collect_scales(saving.model), collect_scales(loading.model)
 
 
 def measure_adapter_gradient(folder, precision, lora, batch):
@@ -74,6 +85,12 @@ def measure_adapter_gradient(folder, precision, lora, batch):
 def test_gradient_is_the_slope_of_the_loss(worlds, checkpoint):
     ((square, slope),) = worlds(1).call(measure_adapter_gradient, checkpoint, FP32, LORA, random_sequences(4, 1))
     assert square > 1e-6 and slope == pytest.approx(square, rel=0.02)
+
+
+def test_a_checkpoint_of_adapters_holds_the_scales_of_the_cache(worlds, checkpoint, tmp_path):
+    ((saved, loaded),) = worlds(1).call(restore_cache_scales, checkpoint, LORA, tmp_path / "run")
+    assert len(saved) == 2 and saved.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], scales) for name, scales in saved.items())
 
 
 ATTENTION, FC = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")

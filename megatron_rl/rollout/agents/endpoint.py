@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
 import socket
 import threading
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.errors import AbortedError, RunError
@@ -32,6 +34,7 @@ _BODY_BYTES, _BYTES_PER_TOKEN = (
     4 * CHARACTERS_PER_TOKEN,
 )  # so many bytes a body may have, and per token
 _MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
+_FIRST_REQUEST_SECONDS = 10.0  # a connection without a request is closed after them; uvicorn limits the pauses between requests
 _STOP_SECONDS = 10
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
 Describe = Callable[[Turn, int, PolicyRequest], Response]
@@ -50,7 +53,12 @@ class AgentEndpoint:
             Route("/v1/models", self._list_models, methods=["GET"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), http="h11", log_config=None, log_level="warning", lifespan="off", timeout_graceful_shutdown=1
+            Starlette(routes=routes),
+            http=_limit_connections(_MOST_REQUESTS * agent.workers),
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
 
@@ -121,6 +129,26 @@ class AgentEndpoint:
             text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
             episode.fail(error if isinstance(error, RunError | AbortedError) else RunError(text))
             return _describe_error(RefusedError("the run could not answer", 503, "run_failed"))
+
+
+def _limit_connections(most: int) -> type[H11Protocol]:
+    """Return uvicorn's protocol for at most `most` open connections, and at most half of the files that this process may open. A further
+    one is closed at once, so that agents cannot exhaust what the run needs."""
+    limit = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    class LimitedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limit:
+                transport.abort()
+            else:
+                self.loop.call_later(_FIRST_REQUEST_SECONDS, self._close_without_request)
+
+        def _close_without_request(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return LimitedProtocol
 
 
 class _Client:

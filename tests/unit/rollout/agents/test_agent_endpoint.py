@@ -1,8 +1,13 @@
 """The endpoint as seen by the `openai` package: chat completions, responses, tools, streams, keys and refusals."""
 
+import contextlib
 import json
+import select
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -10,6 +15,7 @@ from openai import OpenAI
 from support.agents import PROBLEM, ChatTokenizer, Policy, config
 
 from megatron_rl.config.data import DataConfig
+from megatron_rl.rollout.agents import endpoint
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.sampler import AgentSampler
@@ -152,3 +158,49 @@ def test_keys_are_of_one_running_episode(sampler, desk):
     sampler[0]._endpoint.close(desk.key)
     with pytest.raises(openai.AuthenticationError, match="a running episode"):
         desk.say(USER)
+
+
+@pytest.fixture
+def open_connections(monkeypatch):
+    """Call with the seconds until a first request: return a sampler, its policy, and 40 connections, every second one with half a head."""
+    monkeypatch.setattr(endpoint, "_MOST_REQUESTS", 8)
+    with contextlib.ExitStack() as stack:
+
+        def open_connections(seconds: float):
+            monkeypatch.setattr(endpoint, "_FIRST_REQUEST_SECONDS", seconds)
+            policy = Policy(lambda prompt: "yes")
+            sampler = stack.enter_context(AgentSampler(config(workers=2), policy, ChatTokenizer(), DataConfig()))
+            address = ("127.0.0.1", urlsplit(sampler._endpoint.url).port)
+            connections = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+            for connection in connections[::2]:
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
+            return sampler, policy, connections
+
+        yield open_connections
+
+
+def count_closed(connections: list[socket.socket], wanted: int) -> int:
+    """Return how many connections the server has closed, after at most 60 seconds or once the wanted number is reached."""
+    closed, end = set(), time.monotonic() + 60
+    while len(closed) < wanted and time.monotonic() < end:
+        closed.update(select.select([connection for connection in connections if connection not in closed], [], [], 1)[0])
+    return len(closed)
+
+
+def test_no_more_connections_than_requests_in_flight_are_held(open_connections):
+    sampler, policy, connections = open_connections(600.0)
+    assert count_closed(connections, 24) == 24
+    held = sampler._endpoint._server.server_state.connections
+    assert len(held) == 16, "two agents with eight requests each"
+    for connection in connections:
+        connection.close()
+    while held:
+        time.sleep(0.01)
+    assert Desk(sampler, policy).say(USER).choices[0].message.content == "yes"
+
+
+def test_connections_without_a_request_are_closed(open_connections):
+    sampler, policy, connections = open_connections(1.0)
+    assert count_closed(connections, 40) == 40
+    assert Desk(sampler, policy).say(USER).choices[0].message.content == "yes"
