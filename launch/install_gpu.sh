@@ -14,7 +14,7 @@ pins="$root/launch/requirements-gpu.txt"
 . "$root/launch/common.sh"
 
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-common.txt launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 check_machine() {

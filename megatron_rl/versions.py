@@ -6,6 +6,11 @@ import platform
 import sys
 from pathlib import Path
 
+from megatron_rl.errors import UserError
+
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+WITHOUT_DEPENDENCIES = ("sglang==0.5.23", "xgrammar==0.2.7")
+"""Packages of the CPU tier that are installed without their requirements, which name CUDA packages."""
 _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "math-verify")
 
 
@@ -20,6 +25,19 @@ def find_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def require_packages(command: str, *packages: str) -> None:
+    """Raise UserError if a package that a command needs is not installed."""
+    if missing := [package for package in packages if find_version(package) is None]:
+        raise UserError(command, None, f"needs {', '.join(missing)} (not installed)", find_install_command())
+
+
+def find_install_command() -> str:
+    """Return the shell command that installs the CPU tier: a script of a checkout, or pip's commands for an installed wheel."""
+    if (Path(__file__).parents[1] / "launch" / "setup.sh").exists():
+        return "bash launch/setup.sh"
+    return f"pip install --extra-index-url {TORCH_INDEX} 'megatron-rl[cpu]' && pip install --no-deps {' '.join(WITHOUT_DEPENDENCIES)}"
 
 
 def put_programs_on_path() -> None:

@@ -20,7 +20,7 @@ for option in "$@"; do
 done
 keep=$venv
 venv=${venv:-$root/.venv-gpu-packages}
-print_dependencies() { (cd "$root" && sha256sum launch/requirements-common.txt launch/requirements-gpu.txt && pwd -P && "$python" --version); }
+print_dependencies() { (cd "$root" && sha256sum launch/requirements-gpu.txt && pwd -P && "$python" --version); }
 . "$root/launch/common.sh"
 
 for tool in gcc nm readelf; do command -v "$tool" >/dev/null || fail "no $tool (Ubuntu: apt install gcc binutils)"; done

@@ -21,14 +21,13 @@ from rich.table import Table
 from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls, run_command
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import requirements
-from megatron_rl.versions import find_version
+from megatron_rl.versions import find_install_command, find_version
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
 """Versions that the project's tests use. The project depends on private names of megatron-core and sglang, so others may fail."""
 GPU_PINNED = {"torch": "2.14.1"}
 """Pins of the GPU tier (launch/requirements-gpu.txt) that differ from `TESTED`: SGLang's CUDA kernels are built for this torch."""
 PYTHONS = ((3, 11), (3, 12))
-SETUP = "bash launch/setup.sh"
 NEEDED_PACKAGES = (
     *("torch", "megatron-core", "sglang", "transformers", "tokenizers", "safetensors", "pydantic"),
     *("httpx", "math-verify", "datasets", "pyarrow", "tensorboard", "matplotlib"),
@@ -74,7 +73,7 @@ def inspect_machine() -> list[DiagnosisRow]:
     """Return rows for Python, the CPU, memory, disk, GPU and the project's commit."""
     supported, gib, gpu = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS), find_memory_gib(), find_gpu()
     known, enough = sys.version_info[:2] in PYTHONS, gib >= _MIN_MEMORY_GIB
-    python_advice = "" if known else f"install Python {supported}, then {SETUP}"
+    python_advice = "" if known else f"install Python {supported}, then {find_install_command()}"
     memory_advice = "" if enough else f"the quickstart needs {_MIN_MEMORY_GIB:.0f} GiB"
     return [
         DiagnosisRow("Python", platform.python_version(), "ok" if known else "missing", python_advice),
@@ -126,7 +125,7 @@ def inspect_package(name: str) -> DiagnosisRow:
     """Return the row of a package: whether it is installed and has the tested version."""
     installed, cuda = find_version(name), find_cuda_build()
     if installed is None:
-        return DiagnosisRow(name, "not installed", "missing", SETUP)
+        return DiagnosisRow(name, "not installed", "missing", find_install_command())
     version = installed.partition("+")[0]
     shown = f"{installed}, {f'CUDA {cuda}' if cuda else 'CPU build'}" if name == "torch" else installed
     pinned = GPU_PINNED.get(name) if cuda else None
@@ -135,7 +134,7 @@ def inspect_package(name: str) -> DiagnosisRow:
     if pinned:
         return DiagnosisRow(name, shown, "warn", f"the pinned version is {pinned}: {INSTALL}")
     if version != TESTED.get(name, version):
-        return DiagnosisRow(name, shown, "warn", f"tested with {TESTED[name]}: {SETUP}")
+        return DiagnosisRow(name, shown, "warn", f"tested with {TESTED[name]}: {find_install_command()}")
     return DiagnosisRow(name, shown, "ok")
 
 

@@ -18,7 +18,7 @@ import typer
 from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.versions import put_programs_on_path
+from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
 
@@ -32,6 +32,7 @@ Nodes = Annotated[int | None, typer.Option(help="Number of nodes. Defaults to wh
 GpusPerNode = Annotated[int, typer.Option(help="GPUs per node.")]
 Gpu = Annotated[str, typer.Option(help="GPU type: h100, h200, h800 or h20.")]
 
+_TRAINING = ("torch", "megatron-core", "sglang")
 _QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)
 _OTHER_RANKS_WAIT_S = 2.0
 """Delay before local ranks other than 0 print an error. If all ranks fail, torchrun ends them meanwhile, and only rank 0 prints."""
@@ -64,6 +65,7 @@ def train(
         if config.startswith("-"):
             raise UserError("CONFIG", config, "must be the config file", "write megatron-rl train CONFIG.toml --section.key=value")
         loaded_config: Config = load_config(Path(config), overrides or [])
+        require_packages("train", *_TRAINING)
         from megatron_rl.preflight import check_run, pin_model
 
         loaded_config = pin_model(loaded_config)
@@ -96,6 +98,7 @@ def evaluate(
     with expected_errors():
         sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
         loaded_config: Config = load_config(config, [*(overrides or []), *sampling])
+        require_packages("eval", *_TRAINING)
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
@@ -138,6 +141,7 @@ def rehearse(
     `plan`, host synchronizations and collectives. Exit with 1 if a rank fails or its memory differs from the plan."""
     with expected_errors():
         loaded_config: Config = load_config(config, overrides or [])
+        require_packages("rehearse", *_TRAINING)
         from megatron_rl.cli.rehearse import RehearseOptions, run_rehearsal
 
         passes = run_rehearsal(loaded_config, RehearseOptions(nodes, gpus_per_node, gpu, ranks, json))
@@ -156,6 +160,7 @@ def graph(
     training forward pass, which is expected for modes that quantize only the engine."""
     with expected_errors():
         loaded_config: Config = load_config(config, overrides or [])
+        require_packages("graph", *_TRAINING)
         from megatron_rl.cli.graph import show_graph
 
         matches = show_graph(loaded_config, svg, json)
@@ -177,6 +182,7 @@ def export(
     with expected_errors():
         if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
             raise UserError("--tensor-parallel", tensor_parallel, "only applies with --align", "add --align 128")
+        require_packages("export", *_TRAINING[:2])
         from megatron_rl.hf.align import Alignment
         from megatron_rl.mcore.weights.export import export_checkpoint
 

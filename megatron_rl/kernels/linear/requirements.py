@@ -89,9 +89,11 @@ def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout
 
 
 def _find_gpu_problem() -> tuple[str, str] | None:
+    fix = "run it on a Hopper GPU (H100, H200) with CUDA 12.9 or newer"
+    if find_version("torch") is None:
+        return "torch is not installed", fix
     import torch
 
-    fix = "run it on a Hopper GPU (H100, H200) with CUDA 12.9 or newer"
     if torch.version.cuda is None:
         return "torch is a CPU build", f"install torch's CUDA build and {fix}"
     if not torch.cuda.is_available():

@@ -1,14 +1,18 @@
 """launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
-requirements-gpu.txt pins what requirements-gpu.in names."""
+the pins of launch/requirements*.txt are those of pyproject.toml's extras."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from megatron_rl.versions import WITHOUT_DEPENDENCIES
 
 ROOT = Path(__file__).resolve().parents[3]
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==(\S+)$", re.MULTILINE)
@@ -40,7 +44,7 @@ def finish(clone: Path, written_in: Path) -> None:
     """Make `clone` look installed, with the stamp of an installation in `written_in`."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    pins = [f"launch/requirements{kind}.txt" for kind in ("-torch", "-common", "", "-peft")]
+    pins = [f"launch/requirements{kind}.txt" for kind in ("", "-nodeps", "-peft")]
     files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
@@ -99,17 +103,31 @@ def test_an_installation_that_does_not_fit_is_taken_up_again(clone, tmp_path, ch
     assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation needs")
 
 
-def read_pins(*names: str) -> dict[str, str]:
-    return {pin: version for name in names for pin, version in PIN.findall((ROOT / "launch" / f"requirements-{name}").read_text())}
+def read_pins(name: str) -> dict[str, str]:
+    return dict(PIN.findall((ROOT / "launch" / name).read_text()))
 
 
-def test_the_gpu_pins_match_their_source_and_have_one_cuda_version():
+@pytest.mark.parametrize("name, extras", [
+    ("requirements.txt", ("cpu", "trackers", "test")), ("requirements-gpu.txt", ("gpu", "test")), ("requirements-peft.txt", ("lora",)),
+])  # fmt: skip
+def test_the_pins_are_those_of_the_extras(name, extras):
+    """After a change of pyproject.toml: bash launch/lock.sh."""
+    project, pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], read_pins(name)
+    listed = [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
+    for requirement in map(Requirement, listed + project["dependencies"] * ("lora" not in extras)):
+        assert pins[requirement.name] in requirement.specifier, requirement
+
+
+def test_packages_without_dependencies_have_one_version():
+    pins, gpu = read_pins("requirements-nodeps.txt"), read_pins("requirements-gpu.txt")
+    assert [f"{name}=={version}" for name, version in pins.items()] == list(WITHOUT_DEPENDENCIES)
+    assert pins == {name: gpu[name] for name in pins}
+    assert not pins.keys() & read_pins("requirements.txt").keys()
+
+
+def test_the_gpu_pins_have_one_cuda_version():
     """CUDA toolkit, torch, and the container image must have the same minor version of CUDA."""
-    asked, locked = read_pins("gpu.in"), read_pins("gpu.txt")
-    assert asked and {name: locked[name] for name in asked} == asked
-    assert not read_pins("common.txt").keys() & locked.keys(), "a version stands in one place"
-    locked |= read_pins("common.txt")
     toolkit = r"nvidia-(cuda-(nvcc|nvrtc|runtime|crt|cccl|cupti)|nvjitlink|nvvm)|cuda-bindings"
-    of_toolkit = [name for name in locked if re.fullmatch(toolkit, name)]
-    assert len(of_toolkit) >= 8 and all(locked[name].startswith("13.0.") for name in of_toolkit)
+    of_toolkit = [version for name, version in read_pins("requirements-gpu.txt").items() if re.fullmatch(toolkit, name)]
+    assert len(of_toolkit) >= 8 and all(version.startswith("13.0.") for version in of_toolkit)
     assert "FROM nvidia/cuda:13.0." in (ROOT / "docker" / "Dockerfile").read_text()
