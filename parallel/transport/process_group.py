@@ -162,16 +162,25 @@ def register_shared_gloo() -> str:
     own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it."""
 
     @functools.cache
-    def choose_devices() -> list[Any]:  # as torch does
+    def choose_devices() -> list[Any]:
         gloo: Any = dist.ProcessGroupGloo
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+        if names:
+            return [gloo.create_device(interface=name) for name in names]
+        return [gloo.create_device(hostname="127.0.0.1") if runs_on_one_node() else gloo.create_default_device()]
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return _make_gloo_group(store, rank, size, timeout, choose_devices())
 
     dist.Backend.register_backend(_SHARED_GLOO, make, devices=["cpu"])
     return _SHARED_GLOO
+
+
+def runs_on_one_node() -> bool:
+    """Return whether all ranks of this launch are known to be on this machine, so that they can meet on loopback."""
+    size, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    host = os.environ.get("MASTER_ADDR", "")
+    return "RANK" not in os.environ or size in ("1", local) or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
