@@ -6,8 +6,11 @@ import itertools
 import json
 import os
 import re
+import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import Any, Generic, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -15,7 +18,9 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from megatron_rl.errors import MegatronRLError, RunError, UserError, as_run_error, describe_disk_error
+from megatron_rl.hf.node_lock import make_cache_folder
 from parallel.transport.process_group import listening_store, runs_on_one_node
+from parallel.transport.sealed_store import SealedStore, SealError
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
@@ -74,47 +79,88 @@ def broadcast_from(rank: int, value: T, kind: Any) -> T:
 def share_before_start(key: str, call: Callable[[], T], kind: Any, store: dist.Store | None = None) -> T:
     """Like `run_on_rank0`, but works before the process group exists. Raise RunError if a rank is gone.
 
-    The launcher's store has no password. Check the result, because a stranger who reaches the store can replace it.
+    Check the result: a stranger who reaches the launcher's store can replace it if the store is not sealed (`open_launch_store`).
 
     Args:
         key: names the result; may be used once per launch.
         kind: type of the result.
         store: replaces the launcher's store, on which the process group is built later.
     """
-    store = open_launch_store(_STORE_TIMEOUT) if store is None else store
     rank, size, error = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     try:
+        store = open_launch_store(_STORE_TIMEOUT) if store is None else store
         if rank == 0:
             outcome, error = _try(call, kind)
-            store.set(key, outcome.decode())
+            store.set(key, outcome.decode())  # JSON in ASCII
             store.wait([f"{key}/read/{other}" for other in range(1, size)])  # the store may end with this process
         else:
             outcome = store.get(key)
             store.set(f"{key}/read/{rank}", "")
-    except dist.DistError as lost:
+    except (dist.DistError, SealError) as lost:
         raise to_run_error(lost) or lost from lost
     return cast(T, _read_outcome(outcome, kind, error))
 
 
-def open_launch_store(timeout: datetime.timedelta) -> dist.Store:
-    """Return the store at which the ranks of this launch meet, with a prefix of its own. `timeout` limits its waits from here on.
+def open_launch_store(timeout: datetime.timedelta, is_sealed: bool = True) -> dist.Store:
+    """Return the store at which the ranks of this launch meet. `timeout` limits its waits from here on.
 
-    torchrun serves it. Under another launcher, rank 0 does, on one interface: loopback if all ranks are on one node.
+    torchrun serves it, on every interface. Under another launcher, rank 0 does, on one interface: loopback if all ranks are on one node.
+    With `is_sealed`, its values carry a seal by a secret that only this user's processes can read: `MEGATRON_RL_LAUNCH_SECRET`
+    (hexadecimal), or a file in the user's cache folder if all ranks are on one node.
     """
-    store = _connect_to_launch_store()
-    store.set_timeout(timeout)
-    return dist.PrefixStore("megatron-rl", store)
+    if not _launch:
+        store = dist.PrefixStore("megatron-rl", _connect_to_launch_store(timeout))
+        secret = _share_secret(store)
+        _launch[:] = [store, SealedStore(store, secret) if secret else store]
+    _launch[0].set_timeout(timeout)
+    return _launch[is_sealed]
 
 
-@functools.cache
-def _connect_to_launch_store() -> dist.Store:
+_SECRET_VARIABLE = "MEGATRON_RL_LAUNCH_SECRET"
+_launch: list[dist.Store] = []  # the store at which the ranks of this launch meet, plain and sealed
+
+
+def _share_secret(store: dist.Store) -> bytes:
+    """Return the launch's secret, or b"" if the ranks share no private place."""
+    if given := os.environ.pop(_SECRET_VARIABLE, ""):  # children do not need it
+        if not re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,}", given):
+            raise UserError(_SECRET_VARIABLE, None, "must be at least 32 hexadecimal digits", "make one with openssl rand -hex 32")
+        return bytes.fromhex(given)
+    if not runs_on_one_node():
+        return b""
+    rank, size, folder = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), make_cache_folder()
+    if rank == "0":
+        file, secret = folder / f"{secrets.token_hex(16)}.secret", secrets.token_bytes(32)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(secret)
+        try:
+            store.set("secret", file.name)
+            store.wait([f"secret/read/{other}" for other in range(1, size)])
+        finally:
+            file.unlink()
+        return secret
+    name = store.get("secret").decode(errors="replace")
+    if not re.fullmatch(r"[0-9a-f]{32}\.secret", name) or not (folder / name).is_file():
+        raise RunError("rank 0's secret is not in this user's cache folder; start all ranks of a node as one user, with one XDG_CACHE_HOME")
+    secret = (folder / name).read_bytes()
+    store.set(f"secret/read/{rank}", "")
+    return secret
+
+
+def _connect_to_launch_store(timeout: datetime.timedelta) -> dist.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(dist.rendezvous("env://", timeout=_STORE_TIMEOUT))[0]
-    host = "127.0.0.1" if runs_on_one_node() else os.environ["MASTER_ADDR"]
-    port, seconds = int(os.environ["MASTER_PORT"]), _STORE_TIMEOUT.total_seconds()
-    if os.environ["RANK"] == "0":
-        return listening_store(host, seconds, port)
-    return dist.TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    host, port = "127.0.0.1" if runs_on_one_node() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] != "0":
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        if not runs_on_one_node() and ip_address(address).is_loopback:  # Debian gives a node's own name such an address
+            address = "0.0.0.0"
+        return listening_store(str(address), timeout.total_seconds(), port)
+    except OSError as error:
+        rule = f"rank 0 cannot listen there ({error.strerror})"
+        raise UserError("MASTER_ADDR and MASTER_PORT", f"{host}:{port}", rule, "name an address of its node and a free port") from None
 
 
 _joins = itertools.count()
@@ -123,7 +169,8 @@ _joins = itertools.count()
 def join_ranks(backend: str, timeout: datetime.timedelta) -> None:
     """Create the process group of this launch's ranks, or of this process alone without a launcher."""
     if "RANK" in os.environ:
-        store: dist.Store = dist.PrefixStore(f"join {next(_joins)}", open_launch_store(timeout))
+        launch_store = open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL)
+        store: dist.Store = dist.PrefixStore(f"join {next(_joins)}", launch_store)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
         store, rank, size = dist.HashStore(), 0, 1
@@ -295,6 +342,8 @@ def to_run_error(error: BaseException) -> RunError | None:
         asked = re.search(r"allocate ([\d.]+ \w+)", line)
         fix = "lower train.micro_batch_tokens, use recompute, or shard the model over more ranks: see megatron-rl plan"
         return RunError(f"rank {get_rank()} is out of memory{f' (it needs {asked[1]} more)' if asked else ''}; {fix}")
+    if isinstance(error, SealError):
+        return RunError(str(error))
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
     if failure := describe_disk_error(error):

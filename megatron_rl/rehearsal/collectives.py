@@ -1,7 +1,7 @@
 """Collectives of a rank whose peers do not exist: checked as NCCL checks them, recorded, and answered as if all ranks had the same data.
 
-Python objects and bytes are exchanged in the same way, with two exceptions. Only the last pipeline stage knows the loss, and in a checkpoint every
-rank names other parts (`answer_for_others`).
+Python objects and bytes are exchanged in the same way, with two exceptions. Only the last pipeline stage knows the loss, and in a
+checkpoint every rank names other parts (`answer_for_others`).
 """
 
 from collections.abc import Callable, Iterator

@@ -160,17 +160,18 @@ BOMB = Path(os.environ.get("TMPDIR", "/tmp")) / f"unpickled-{os.getuid()}-{os.ge
 
 def read_planted() -> list[str]:
     """Read what a stranger has written into the launcher's store, on every rank but 0."""
-    store, found = open_launch_store(timedelta(minutes=10)), []
+    open_store, found = open_launch_store(timedelta(minutes=10), is_sealed=False), []
     pickled = pickle.dumps(Bomb())
     planted = [pickled.hex().encode(), pickled, b"+" + pickled, b"+42", b'-["RunError"]', b'-["Bomb",["x"]]', b'-["UserError",[1]]', b""]
     for number, text in enumerate(planted):
         if int(os.environ["RANK"]):
-            store.set(f"planted {number}", text)
-            try:
-                share_before_start(f"planted {number}", lambda: Path(), Path, store)
-                found.append("read")
-            except Exception as error:
-                found.append(type(error).__name__)
+            open_store.set(f"planted {number}", text)
+            for store in (None, open_store):  # with and without a seal
+                try:
+                    share_before_start(f"planted {number}", lambda: Path(), Path, store)
+                    found.append("read")
+                except Exception as error:
+                    found.append(type(error).__name__)
     return [*found, str(BOMB.exists())]
 
 
@@ -178,7 +179,8 @@ def test_what_a_stranger_writes_into_the_store_runs_no_code(worlds):
     assert pickle.loads(pickle.dumps(Bomb())) is None and BOMB.is_dir(), "the pickle works"
     BOMB.rmdir()
     _, answer = worlds(2).call(read_planted)
-    assert "read" not in answer and len(answer) == 9 and answer[-1] == "False"
+    assert "read" not in answer and len(answer) == 2 * 8 + 1 and answer[-1] == "False"
+    assert answer[:16:2] == ["RunError"] * 8, "the seal is missing"
 
 
 def find_store() -> list[str]:
