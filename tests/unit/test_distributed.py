@@ -3,6 +3,8 @@
 import math
 import os
 import pickle
+import socket
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 from support.listening import find_listening
+from support.processes import free_port
 
+from megatron_rl import distributed
 from megatron_rl.distributed import (
     Rank0,
     broadcast_from,
@@ -28,7 +32,7 @@ from megatron_rl.distributed import (
 from megatron_rl.errors import EngineLostError, MegatronRLError, RunError, UserError
 from megatron_rl.observability.signals import StopError
 from megatron_rl.preflight.rule import check_pinned
-from parallel.transport.process_group import register_shared_gloo
+from parallel.transport.process_group import register_shared_gloo, runs_on_one_node
 
 
 def refuse(*_: Any) -> Any:
@@ -215,3 +219,89 @@ def test_the_store_can_only_choose_a_commit_of_the_named_model(pinned, asked, is
     else:
         with pytest.raises(RunError, match="another program has written to it"):
             check_pinned(Path(pinned), Path(asked))
+
+
+LAUNCHES = [
+    ({}, True),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.5"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, False),
+    ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "", "MASTER_ADDR": "node1"}, False),
+    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"}, False),
+]
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_RL_LAUNCH_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("environment, is_one_node", LAUNCHES)
+def test_one_node_is_recognized_by_the_launch(environment, is_one_node, monkeypatch):
+    launch(monkeypatch, **environment)
+    assert runs_on_one_node() == is_one_node
+
+
+NODES = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+
+
+def test_a_secret_of_the_environment_seals_and_no_child_inherits_it(monkeypatch):
+    launch(monkeypatch, **NODES, MEGATRON_RL_LAUNCH_SECRET="0f" * 32)
+    assert distributed._share_secret(dist.HashStore()) == b"\x0f" * 32 and "MEGATRON_RL_LAUNCH_SECRET" not in os.environ
+    assert distributed._share_secret(dist.HashStore()) == b"", "several nodes share no private place"
+
+
+@pytest.mark.parametrize("secret", ["0f" * 15, "0f" * 16 + "0", "x" * 64, "secret"])
+def test_a_secret_that_can_be_guessed_is_refused_and_not_shown(secret, monkeypatch):
+    launch(monkeypatch, **NODES, MEGATRON_RL_LAUNCH_SECRET=secret)
+    with pytest.raises(UserError, match="MEGATRON_RL_LAUNCH_SECRET: must be at least 32 hexadecimal digits") as caught:
+        distributed._share_secret(dist.HashStore())
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a" * 32 + ".secret", "", "x.secret", "\u00e9" * 32])
+def test_a_strangers_file_is_no_secret(name, monkeypatch, tmp_path):
+    launch(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", XDG_CACHE_HOME=str(tmp_path))
+    store = dist.HashStore()
+    store.set("secret", name)
+    with pytest.raises(RunError, match="rank 0's secret is not in this user's cache folder"):
+        distributed._share_secret(store)
+
+
+def test_the_secrets_file_is_private_and_goes_away(monkeypatch, tmp_path):
+    launch(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", XDG_CACHE_HOME=str(tmp_path))
+    store, read = dist.HashStore(), []
+
+    def read_as_rank_1() -> None:
+        path = tmp_path / "megatron-rl" / store.get("secret").decode()
+        read.append((path.read_bytes(), path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777))
+        store.set("secret/read/1", "")
+
+    reader = threading.Thread(target=read_as_rank_1)
+    reader.start()
+    secret = distributed._share_secret(store)
+    reader.join()
+    assert read == [(secret, 0o600, 0o700)] and len(secret) == 32 and not list((tmp_path / "megatron-rl").iterdir())
+
+
+@pytest.mark.parametrize("host, listens_on", [("127.0.0.1", "127.0.0.1"), ("node-of-debian", "0.0.0.0")])
+def test_rank_0_listens_where_other_ranks_can_reach_it_and_nowhere_else(host, listens_on, monkeypatch):
+    launch(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR=host, MASTER_PORT=str(free_port()))
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **named: resolve(name.replace(host, "127.0.0.1"), *args, **named))
+    store = distributed._connect_to_launch_store(timedelta(seconds=5))
+    own = [each.address for each in find_listening([os.getpid()]) if each.address.endswith(f":{os.environ['MASTER_PORT']}")]
+    assert own == [f"{listens_on}:{os.environ['MASTER_PORT']}"] and store.num_keys() >= 0
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        launch(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(UserError, match=rf"^MASTER_ADDR and MASTER_PORT = '127.0.0.1:{port}': rank 0 cannot listen there"):
+            distributed._connect_to_launch_store(timedelta(seconds=5))
