@@ -17,13 +17,13 @@ from megatron_rl.batch.packing import round_up
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.types import KeptTokens
 
-_NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
+_NUMBERS = ("number", "advantage", "reward", "excluded", "masked", "loss_weight")
 _COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
 _ALIGNMENT = 16
 _ROW = np.dtype(
     {
         "names": [*_NUMBERS, "has_kept", "lengths"],
-        "formats": ["<i8", "<f8", "<f8", "?", "<f8", "?", ("<i4", len(_COLUMNS) + 2)],  # with the two columns of kept tokens
+        "formats": ["<i8", "<f8", "<f8", "?", "?", "<f8", "?", ("<i4", len(_COLUMNS) + 2)],  # with the two columns of kept tokens
     }
 )
 
