@@ -43,10 +43,13 @@ check_disk() {
   [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation needs $((need - used)) MB$2"
 }
 
-# lock SCRIPT: let concurrent installations wait for each other.
+# lock SCRIPT: let concurrent installations wait for each other, at most an hour. Any process that can read SCRIPT can hold the lock.
 lock() {
+  local seconds=${MEGATRON_RL_LOCK_SECONDS:-3600}
   exec 9<"$1"
-  flock 9
+  flock --nonblock 9 && return
+  echo "megatron-rl $program: waiting until another installation releases $1" >&2
+  flock --timeout "$seconds" 9 || fail "another process has held $1 for $seconds s; end it (fuser -v $1 names it) and run this script again"
 }
 
 pip() {

@@ -2,17 +2,25 @@
 
 import datetime
 import functools
+import itertools
+import json
 import os
-import pickle
 import re
+import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar, cast
+from ipaddress import ip_address
+from typing import Any, Generic, NamedTuple, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from megatron_rl.errors import MegatronRLError, RunError, as_run_error, describe_disk_error
+from megatron_rl.errors import MegatronRLError, RunError, UserError, as_run_error, describe_disk_error
+from megatron_rl.hf.node_lock import make_cache_folder
+from parallel.transport.process_group import listening_store, runs_on_one_node
+from parallel.transport.sealed_store import SealedStore, SealError
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
@@ -34,63 +42,233 @@ def is_rank0() -> bool:
     return get_rank() == 0
 
 
-def run_on_rank0(call: Callable[[], T]) -> T:
-    """Run `call` on rank 0, and return its picklable result or raise its `MegatronRLError` on every rank. Collective."""
-    outcome: list[object] = [None, None]
-    if is_rank0():
-        try:
-            outcome[0] = call()
-        except MegatronRLError as error:
-            outcome[1] = error
+@overload
+def run_on_rank0(call: Callable[[], object]) -> None: ...
+@overload
+def run_on_rank0(call: Callable[[], T], kind: Any) -> T: ...
+def run_on_rank0(call: Callable[[], Any], kind: Any = None) -> Any:
+    """Run `call` on rank 0, and return its result or raise its `MegatronRLError` on every rank. Collective.
+
+    Results travel as JSON, which every rank reads as a value of type `kind`. Without `kind`, the result is dropped.
+    """
+    outcome, error = _try(call, kind) if is_rank0() else (b"", None)
     if get_rank_and_size()[1] > 1:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[1], MegatronRLError):
-        raise outcome[1]
-    return cast(T, outcome[0])
+        outcome = broadcast_bytes(outcome, 0)
+    return _read_outcome(outcome, kind, error)
 
 
-def write_on_rank0(work: Callable[[], T]) -> T:
+@overload
+def write_on_rank0(work: Callable[[], object]) -> None: ...
+@overload
+def write_on_rank0(work: Callable[[], T], kind: Any) -> T: ...
+def write_on_rank0(work: Callable[[], Any], kind: Any = None) -> Any:
     """Like `run_on_rank0`, for work that writes to disk: an OSError is raised as a RunError. Collective."""
 
-    def attempt() -> T:
+    def attempt() -> Any:
         with as_run_error():
             return work()
 
-    return run_on_rank0(attempt)
+    return run_on_rank0(attempt, kind)
 
 
-def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None = None) -> T:
+def broadcast_from(rank: int, value: T, kind: Any) -> T:
+    """Return the `value` of type `kind` that `rank` passes. What other ranks pass does not matter. Collective."""
+    return cast(T, _read(broadcast_bytes(_write(value, kind) if get_rank() == rank else b"", rank), kind))
+
+
+def share_before_start(key: str, call: Callable[[], T], kind: Any, store: dist.Store | None = None) -> T:
     """Like `run_on_rank0`, but works before the process group exists. Raise RunError if a rank is gone.
+
+    Check the result: a stranger who reaches the launcher's store can replace it if the store is not sealed (`open_launch_store`).
 
     Args:
         key: names the result; may be used once per launch.
+        kind: type of the result.
         store: replaces the launcher's store, on which the process group is built later.
     """
-    store = store or _open_launch_store()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size, error = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     try:
+        store = open_launch_store(_STORE_TIMEOUT) if store is None else store
         if rank == 0:
-            try:
-                outcome: object = call()
-            except MegatronRLError as error:
-                outcome = error
-            store.set(key, pickle.dumps(outcome).hex())
+            outcome, error = _try(call, kind)
+            store.set(key, outcome.decode())  # JSON in ASCII
             store.wait([f"{key}/read/{other}" for other in range(1, size)])  # the store may end with this process
         else:
-            outcome = pickle.loads(bytes.fromhex(store.get(key).decode()))
+            outcome = store.get(key)
             store.set(f"{key}/read/{rank}", "")
-    except dist.DistError as error:
-        raise to_run_error(error) or error from error
-    if isinstance(outcome, MegatronRLError):
-        raise outcome
-    return cast(T, outcome)
+    except (dist.DistError, SealError) as lost:
+        raise to_run_error(lost) or lost from lost
+    return cast(T, _read_outcome(outcome, kind, error))
+
+
+def open_launch_store(timeout: datetime.timedelta, is_sealed: bool = True) -> dist.Store:
+    """Return the store at which the ranks of this launch meet. `timeout` limits its waits from here on.
+
+    torchrun serves it, on every interface. Under another launcher, rank 0 does, on one interface: loopback if all ranks are on one node.
+    With `is_sealed`, its values carry a seal by a secret that only this user's processes can read: `MEGATRON_RL_LAUNCH_SECRET`
+    (hexadecimal), or a file in the user's cache folder if all ranks are on one node.
+    """
+    if not _launch:
+        store = dist.PrefixStore("megatron-rl", _connect_to_launch_store(timeout))
+        secret = _share_secret(store)
+        _launch[:] = [store, SealedStore(store, secret) if secret else store]
+    _launch[0].set_timeout(timeout)
+    return _launch[is_sealed]
+
+
+_SECRET_VARIABLE = "MEGATRON_RL_LAUNCH_SECRET"
+_launch: list[dist.Store] = []  # the store at which the ranks of this launch meet, plain and sealed
+
+
+def _share_secret(store: dist.Store) -> bytes:
+    """Return the launch's secret, or b"" if the ranks share no private place."""
+    if given := os.environ.pop(_SECRET_VARIABLE, ""):  # children do not need it
+        if not re.fullmatch(r"(?:[0-9a-fA-F]{2}){16,}", given):
+            raise UserError(_SECRET_VARIABLE, None, "must be at least 32 hexadecimal digits", "make one with openssl rand -hex 32")
+        return bytes.fromhex(given)
+    if not runs_on_one_node():
+        return b""
+    rank, size, folder = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), make_cache_folder()
+    if rank == "0":
+        file, secret = folder / f"{secrets.token_hex(16)}.secret", secrets.token_bytes(32)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(secret)
+        try:
+            store.set("secret", file.name)
+            store.wait([f"secret/read/{other}" for other in range(1, size)])
+        finally:
+            file.unlink()
+        return secret
+    name = store.get("secret").decode(errors="replace")
+    if not re.fullmatch(r"[0-9a-f]{32}\.secret", name) or not (folder / name).is_file():
+        raise RunError("rank 0's secret is not in this user's cache folder; start all ranks of a node as one user, with one XDG_CACHE_HOME")
+    secret = (folder / name).read_bytes()
+    store.set(f"secret/read/{rank}", "")
+    return secret
+
+
+def _connect_to_launch_store(timeout: datetime.timedelta) -> dist.Store:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    host, port = "127.0.0.1" if runs_on_one_node() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] != "0":
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        if not runs_on_one_node() and ip_address(address).is_loopback:  # Debian gives a node's own name such an address
+            address = "0.0.0.0"
+        return listening_store(str(address), timeout.total_seconds(), port)
+    except OSError as error:
+        rule = f"rank 0 cannot listen there ({error.strerror})"
+        raise UserError("MASTER_ADDR and MASTER_PORT", f"{host}:{port}", rule, "name an address of its node and a free port") from None
+
+
+_joins = itertools.count()
+
+
+def join_ranks(backend: str, timeout: datetime.timedelta) -> None:
+    """Create the process group of this launch's ranks, or of this process alone without a launcher."""
+    if "RANK" in os.environ:
+        launch_store = open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL)
+        store: dist.Store = dist.PrefixStore(f"join {next(_joins)}", launch_store)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        store, rank, size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def broadcast_bytes(data: bytes, source: int) -> bytes:
+    """Return the bytes of rank `source`. Collective."""
+    device = _find_device(None)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, source)
+    sent = _to_tensor(data).to(device) if get_rank() == source else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(sent, source)
+    return data if get_rank() == source else sent.cpu().numpy().tobytes()
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return the bytes of all ranks, or of all ranks of `group`, in rank order. Collective."""
+    device, count = _find_device(group), dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(count)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
+    lengths = torch.cat(sizes).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = _to_tensor(data)
+    parts = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in range(count)]
+    dist.all_gather(parts, padded.to(device), group)
+    return [part.cpu().numpy()[:length].tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
+def _find_device(group: dist.ProcessGroup | None) -> torch.device:
+    is_nccl = dist.get_backend(group) == dist.Backend.NCCL
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+class _ErrorRecord(NamedTuple):
+    """An expected error as plain data."""
+
+    name: str  # of its class
+    arguments: tuple[str | int | float | bool | None, ...]
+
+    @classmethod
+    def of(cls, error: MegatronRLError) -> "_ErrorRecord":
+        arguments: tuple[Any, ...] = (str(error),)
+        if isinstance(error, UserError):
+            is_plain = isinstance(error.value, str | int | float | None)
+            field, value = (error.field, error.value) if is_plain else (f"{error.field} = {error.value}", None)
+            arguments = field, value, error.rule, error.fix
+        elif isinstance(error, RunError):
+            arguments = str(error), error.log_tail
+        # a file's name may hold bytes that are not UTF-8
+        legible = (each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each for each in arguments)
+        return cls(type(error).__name__, tuple(legible))
+
+    def restore(self) -> MegatronRLError:
+        classes: list[type[MegatronRLError]] = [MegatronRLError]
+        for known in classes:
+            classes += known.__subclasses__()
+        return next(known for known in classes if known.__name__ == self.name)(*self.arguments)
+
+
+_VALUE, _ERROR = b"+", b"-"  # first byte of an outcome
+NOTHING = _VALUE + b"null"
+"""The outcome of a call without a result."""
+
+
+def _try(call: Callable[[], object], kind: Any) -> tuple[bytes, MegatronRLError | None]:
+    """Return the outcome of `call` as bytes, and its error."""
+    try:
+        result = call()
+    except MegatronRLError as error:
+        return _ERROR + _write(_ErrorRecord.of(error), _ErrorRecord), error
+    return _VALUE + _write(None if kind is None else result, kind), None
+
+
+def _read_outcome(outcome: bytes, kind: Any, error: MegatronRLError | None) -> Any:
+    """Return the result, or raise the error: `error` on the rank that raised it first."""
+    if outcome[:1] == _ERROR:
+        raise error or _read(outcome[1:], _ErrorRecord).restore()
+    return _read(outcome[1:], kind)
+
+
+def _write(value: object, kind: Any) -> bytes:
+    """Return JSON text, in ASCII. Raise PydanticSerializationError if `value` is not of type `kind`."""
+    return json.dumps(_adapter(kind).dump_python(value, mode="json", warnings="error")).encode()
+
+
+def _read(text: bytes, kind: Any) -> Any:
+    """Return the value of type `kind`. Raise ValidationError, a ValueError, if the text holds another one."""
+    return _adapter(kind).validate_json(text, strict=True)
 
 
 @functools.cache
-def _open_launch_store() -> dist.Store:
-    """Connect to the store at MASTER_ADDR and MASTER_PORT. It stays open, because the process group opens the same store."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=_STORE_TIMEOUT))
-    return dist.PrefixStore("megatron-rl", store)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class Rank0(Generic[ObjectT]):
@@ -110,9 +288,14 @@ class Rank0(Generic[ObjectT]):
         """Return the object and release it, so that its memory can be freed. Raises IndexError on other ranks than 0."""
         return self._objects.pop()
 
-    def run(self, call: Callable[[ObjectT], T]) -> T:
-        """Run `call(object)` on rank 0, and return its picklable result or raise its error on every rank. Collective."""
-        return run_on_rank0(lambda: call(self.value))
+    @overload
+    def run(self, call: Callable[[ObjectT], object]) -> None: ...
+    @overload
+    def run(self, call: Callable[[ObjectT], T], kind: Any) -> T: ...
+    def run(self, call: Callable[[ObjectT], Any], kind: Any = None) -> Any:
+        """Run `call(object)` on rank 0, and return its result of type `kind` or raise its error on every rank, like `run_on_rank0`.
+        Collective."""
+        return run_on_rank0(lambda: call(self.value), kind)
 
     def run_local(self, call: Callable[[ObjectT], object]) -> None:
         """Run `call(object)` on rank 0. Other ranks return at once, and an error is raised on rank 0 only."""
@@ -120,18 +303,23 @@ class Rank0(Generic[ObjectT]):
             call(held)
 
 
-def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the picklable values of all ranks, or of all ranks of `group`, in rank order. Collective."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [value]
-    values: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return cast(list[T], values)
+def gather_from_ranks(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of type `kind` of all ranks, or of all ranks of `group`, in rank order. They travel as JSON. Collective."""
+    text = _write(value, kind)
+    is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    return [_read(each, kind) for each in ([text] if is_alone else gather_bytes(text, group))]
+
+
+def gather_errors(error: MegatronRLError | None) -> list[MegatronRLError | None]:
+    """Return the errors that the ranks pass, in rank order. Collective."""
+    records = gather_from_ranks(None if error is None else _ErrorRecord.of(error), _ErrorRecord | None)
+    others = (None if record is None else record.restore() for record in records)
+    return [error if rank == get_rank() else other for rank, other in enumerate(others)]
 
 
 def raise_on_all_ranks(error: MegatronRLError | None) -> None:
     """Raise the error of the first rank that passes one on all ranks. Collective."""
-    for rank_error in gather_from_ranks(error):
+    for rank_error in gather_errors(error):
         if rank_error is not None:
             raise rank_error
 
@@ -154,6 +342,8 @@ def to_run_error(error: BaseException) -> RunError | None:
         asked = re.search(r"allocate ([\d.]+ \w+)", line)
         fix = "lower train.micro_batch_tokens, use recompute, or shard the model over more ranks: see megatron-rl plan"
         return RunError(f"rank {get_rank()} is out of memory{f' (it needs {asked[1]} more)' if asked else ''}; {fix}")
+    if isinstance(error, SealError):
+        return RunError(str(error))
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
     if failure := describe_disk_error(error):

@@ -59,7 +59,8 @@ run_ranks() {
   local config=$1
   shift
   MASTER_ADDR=$(print_address "${rank_nodes[0]}")
-  export MASTER_ADDR
+  MEGATRON_RL_LAUNCH_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n') # the ranks prove with it that they belong together
+  export MASTER_ADDR MEGATRON_RL_LAUNCH_SECRET
   settings+=(--checkpoint.resume=auto)
   if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then # the default transport works on one host only
     settings+=(--sync.transport="$transport" "--sync.host=$MASTER_ADDR")
@@ -69,7 +70,8 @@ run_ranks() {
   # --wait: the ranks stop together, but rank 0 still writes a report. --cpu-bind: engines are children of rank 0 and need more cores.
   srun --nodelist="$(IFS=,; echo "${rank_nodes[*]}")" --nodes="${#rank_nodes[@]}" --ntasks="$ranks" --input=none \
     --output="${logs//%/%%}/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
-    bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
+    bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+      exec "$@"' rank \
     "$python" -m megatron_rl train "$config" "${settings[@]}" "$@" &
   wait_for $!
 }

@@ -1,21 +1,39 @@
-"""Serializes training samples, without fields that the trainer computes: rank 0 sends them to the replica that trains on them. A pickled
-header is followed by the columns, each concatenated over all samples; wide dtypes come first, so that every column is aligned. A response
-token takes 8 bytes, plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing."""
+"""Serializes training samples, without fields that the trainer computes: rank 0 sends them to the replica that trains on them.
+
+A header in JSON says how many samples follow and of which dtype and shape their columns are. Then come one row of numbers per sample, and
+the columns, each concatenated over all samples; wide dtypes come first, so that every column is aligned. A response token takes 8 bytes,
+plus 1 if it may be of an older version, plus layers x k (x 2 above 256 experts) for its routing. Nothing is unpickled.
+"""
 
 import math
-import pickle
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from megatron_rl.batch.packing import round_up
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.types import KeptTokens
 
-_NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
+_NUMBERS = ("number", "advantage", "reward", "excluded", "masked", "loss_weight")
 _COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
 _ALIGNMENT = 16
+_ROW = np.dtype(
+    {
+        "names": [*_NUMBERS, "has_kept", "lengths"],
+        "formats": ["<i8", "<f8", "<f8", "?", "?", "<f8", "?", ("<i4", len(_COLUMNS) + 2)],  # with the two columns of kept tokens
+    }
+)
+
+
+class _Header(NamedTuple):
+    samples: int
+    columns: list[tuple[str, list[int]]]  # torch's name of the dtype, and shape of a row
+
+
+_HEADER = TypeAdapter(_Header)
 
 
 class SampleBytes:
@@ -25,10 +43,13 @@ class SampleBytes:
         parts = [[getattr(sample, name) for sample in samples] for name in _COLUMNS]
         kept = [sample.kept_tokens or KeptTokens(*[np.empty(0, np.int32)] * 2) for sample in samples]
         parts[2:2] = [[torch.from_numpy(tokens.counts) for tokens in kept], [torch.from_numpy(tokens.ids) for tokens in kept]]
-        numbers = {name: np.array([getattr(sample, name) for sample in samples]) for name in _NUMBERS}
-        have_kept = [sample.kept_tokens is not None for sample in samples]
-        pickled = pickle.dumps((numbers, have_kept, [_describe(column) for column in parts]))
-        head = len(pickled).to_bytes(8, "little") + pickled
+        rows = np.empty(len(samples), _ROW)
+        for name in _NUMBERS:
+            rows[name] = [getattr(sample, name) for sample in samples]
+        rows["has_kept"] = [sample.kept_tokens is not None for sample in samples]
+        rows["lengths"] = np.array([[len(part) for part in column] for column in parts]).T
+        header = _HEADER.dump_json(_Header(len(samples), [_describe(column) for column in parts]))
+        head = len(header).to_bytes(8, "little") + header + rows.tobytes()
         head += bytes(round_up(len(head), _ALIGNMENT) - len(head))
         flat = (part.contiguous().view(-1).view(torch.uint8) for column in parts for part in column if part.numel())
         self._parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *flat]
@@ -50,16 +71,23 @@ class SampleBytes:
 
 
 def read_samples(data: torch.Tensor) -> list[TrainingSample]:
-    """Return the samples in `data`, uint8 with all bytes. Their columns are views of `data`."""
-    length = int.from_bytes(bytes(data[:8].numpy()), "little")
-    numbers, have_kept, columns = pickle.loads(bytes(data[8 : 8 + length].numpy()))
-    start, parts = round_up(8 + length, _ALIGNMENT), []
-    for dtype, row_shape, lengths in columns:
+    """Return the samples in `data`, uint8 with all bytes. Their columns are views of `data`. Raise ValueError for other data."""
+    rows_start = 8 + int.from_bytes(bytes(data[:8].numpy()), "little")
+    header = _HEADER.validate_json(bytes(data[8:rows_start].numpy()), strict=True)
+    rows_end = rows_start + header.samples * _ROW.itemsize
+    rows = np.frombuffer(bytes(data[rows_start:rows_end].numpy()), _ROW)
+    start, parts = round_up(rows_end, _ALIGNMENT), []
+    for (name, row_shape), lengths in zip(header.columns, rows["lengths"].T, strict=True):
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"training samples with a column of {name!r}, which is not a dtype")
         end = start + dtype.itemsize * math.prod(row_shape) * int(lengths.sum(dtype=np.int64))
         parts.append(data[start:end].view(dtype).view(-1, *row_shape).split(lengths.tolist()))
         start = end
+    if start != len(data):
+        raise ValueError(f"training samples take {start} bytes, but {len(data)} arrived")
     prompts, responses, counts, ids, logprobs, experts, lags, masks = parts
-    rows = zip(have_kept, *(values.tolist() for values in numbers.values()), strict=True)
+    numbers = zip(rows["has_kept"].tolist(), *(rows[name].tolist() for name in _NUMBERS), strict=True)
     return [
         TrainingSample(
             prompts[index],
@@ -69,15 +97,16 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
             version_lags=lags[index],
             response_mask=masks[index],
             kept_tokens=KeptTokens(counts[index].numpy(), ids[index].numpy()) if has_kept else None,
-            **dict(zip(numbers, values, strict=True)),
+            **dict(zip(_NUMBERS, values, strict=True)),
         )
-        for index, (has_kept, *values) in enumerate(rows)
+        for index, (has_kept, *values) in enumerate(numbers)
     ]
 
 
-def _describe(parts: list[torch.Tensor]) -> tuple[torch.dtype, tuple[int, ...], np.ndarray]:
-    """Return a column's dtype, the shape of its rows, and its length in every sample."""
+def _describe(parts: list[torch.Tensor]) -> tuple[str, list[int]]:
+    """Return the name of a column's dtype and the shape of its rows."""
     kinds = {(part.dtype, tuple(part.shape[1:])) for part in parts if part.numel()} or {(torch.uint8, ())}
     if len(kinds) > 1:
         raise ValueError(f"samples disagree on the dtype or shape of a column: {kinds}")
-    return *kinds.pop(), np.array([len(part) for part in parts], np.int32)
+    dtype, row_shape = kinds.pop()
+    return str(dtype).removeprefix("torch."), list(row_shape)

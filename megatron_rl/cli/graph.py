@@ -35,7 +35,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)
-    return comparison.run(lambda comparison: _report(comparison, svg, json_file))
+    return comparison.run(lambda comparison: _report(comparison, svg, json_file), bool)
 
 
 def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphComparison]:
@@ -46,7 +46,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
     run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
     with errors_on_all_ranks():
         fetch_weights(config.model.path)
-    folder = Path(run_on_rank0(lambda: resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))))
+    folder = run_on_rank0(lambda: Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))), Path)
     hf_config, contract = read_config(config.model.folder), PrecisionContract.from_config(config.precision)
     model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.folder, build_rank_shards(hf_config, layout))

@@ -10,6 +10,7 @@ HUB_PREFIX = "hf:"
 """Prefix of names of models and data sets on the hub."""
 
 _MODEL = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@(\S+))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubModel(NamedTuple):
@@ -27,6 +28,11 @@ class HubModel(NamedTuple):
         if match is None:
             raise ValueError("is not of the form hf:OWNER/NAME[@REVISION], such as hf:Qwen/Qwen3-8B")
         return cls(match[1], match[2])
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, as `hf.hub.pin_hub_model` returns it."""
+        return bool(_COMMIT.fullmatch(self.revision or ""))
 
     @property
     def name(self) -> str:

@@ -5,12 +5,9 @@
 moves affects neither a run nor its resumption.
 """
 
-import fcntl
-import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,12 @@ from typing import Any
 from megatron_rl.config.hub import HUB_PREFIX, HubModel, find_model_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import DOCUMENTS, SINGLE, WEIGHTS, read_index
+from megatron_rl.hf.node_lock import node_lock
 
 _LARGE = [".*", *(f"*{suffix}" for suffix in (*WEIGHTS, *DOCUMENTS))]
 """Patterns of files that are downloaded late or never."""
+LOCK_SECONDS = 3600.0
+"""Longest wait of a process for another one that downloads the same model."""
 
 
 def pin_hub_model(path: Path, field: str = "model.path") -> Path:
@@ -28,7 +28,7 @@ def pin_hub_model(path: Path, field: str = "model.path") -> Path:
     UserError, naming `field`, for a malformed name or a model that cannot be downloaded."""
     if (model := _parse(path, field)) is None:
         return path
-    with _node_lock(model):
+    with _lock(model, path, field):
         folder = _download(model, None, path, field)
     if not (folder / "config.json").is_file():
         raise UserError(field, str(path), "holds no config.json", "name a model with config.json, tokenizer and safetensors weights")
@@ -42,7 +42,7 @@ def fetch_weights(path: Path, field: str = "model.path") -> None:
         return
     folder = find_model_folder(path)
     files = sorted(set(read_index(folder, field).values())) or [SINGLE]
-    with _node_lock(model):
+    with _lock(model, path, field):
         if not _find_missing(folder, files):
             return
         print(f"fetching the weights of {path} into {folder}", flush=True)
@@ -89,13 +89,17 @@ def _download(model: HubModel, files: list[str] | None, path: Path, field: str) 
         raise _to_user_error(error, model, files[0] if files else "config.json", path, field) from error
 
 
-@contextmanager
-def _node_lock(model: HubModel) -> Iterator[None]:
+def _lock(model: HubModel, path: Path, field: str) -> AbstractContextManager[None]:
     """Let only one process of a node download a model. Processes that waited find all files in the cache."""
-    name = f"megatron-rl-{os.getuid()}-{model.repository.replace('/', '--')}.lock"
-    with (Path(tempfile.gettempdir()) / name).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+
+    def say(file: Path) -> None:
+        print(f"waiting until another process has fetched {path} ({file})", flush=True)
+
+    def refuse(file: Path) -> UserError:
+        rule = f"is being fetched by another process, which has held {file} for {LOCK_SECONDS:g} s"
+        return UserError(field, str(path), rule, "end that process, or wait for it and start again")
+
+    return node_lock(model.repository, LOCK_SECONDS, say, refuse)
 
 
 def _to_user_error(error: Exception, model: HubModel, file: str, path: Path, field: str) -> UserError:

@@ -296,7 +296,7 @@ class Actor(Policy):
                 if name and not isinstance(module, torch.nn.ModuleList):
                     hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
             self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
-        name = next(filter(None, gather_from_ranks(names[0] if names else "")), "")  # earlier pipeline stages have lower ranks
+        name = next(filter(None, gather_from_ranks(names[0] if names else "", str)), "")  # earlier pipeline stages have lower ranks
         return f"; the first module with inf or NaN in its output is {name}" if name else ""
 
     def _check_gradients_finite(self) -> None:

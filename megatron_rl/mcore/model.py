@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.distributed import join_ranks
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
 from megatron_rl.mcore.layers.linear.high_precision import Embedding
@@ -51,10 +52,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else register_shared_gloo()
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT)
-        else:
-            dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+        join_ranks(backend, _RENDEZVOUS_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

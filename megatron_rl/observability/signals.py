@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
+from megatron_rl.distributed import gather_errors, raise_on_all_ranks
 from megatron_rl.errors import RunError
 
 _signal_name = ""  # name of the first signal received, or "" if there was none
@@ -44,7 +44,9 @@ def check_stop() -> None:
 def prefer_stop_error(error: RunError) -> RunError:
     """Return StopError if any rank has received a stop signal, else `error`, which all ranks have. Collective. A cluster also signals the
     child processes of a rank, so a stop may first appear as a lost engine."""
-    return error if isinstance(error, StopError) else next(filter(None, gather_from_ranks(_stop_error())), error)
+    if isinstance(error, StopError):
+        return error
+    return next((each for each in gather_errors(_stop_error()) if isinstance(each, StopError)), error)
 
 
 def _stop_error() -> StopError | None:

@@ -1,7 +1,7 @@
 """Choice of the run to resume, and what has changed since it stopped. `resume_table` says what may change."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,18 @@ def _keep_names(config: Config, saved: Config, cwd: Path) -> Config:
     for field in ("train", "eval"):
         new, old = getattr(config.data, field), getattr(saved.data, field)
         if len(new) == len(old) and not is_named(f"data.{field}.source", config.checkpoint.allow_changes):
-            pairs = zip(new, old, strict=True)
-            names[field] = tuple(
-                one if one.name or one.label == (label := other.label_in(cwd)) else one.model_copy(update={"name": label})
-                for one, other in pairs
-            )
-    return config.model_copy(update={"data": config.data.model_copy(update=names)})
+            labels = [other.label_in(cwd) for other in old]
+            names[field] = [one.name or (label if one.label != label else "") for one, label in zip(new, labels, strict=True)]
+    return with_names(config, names)
+
+
+def with_names(config: Config, names: Mapping[str, Sequence[str]]) -> Config:
+    """Return `config` with other names of its data sets, by field of `data`."""
+    sets = {
+        field: tuple(one.model_copy(update={"name": name}) if name != one.name else one for one, name in pairs)
+        for field, pairs in ((field, zip(getattr(config.data, field), given, strict=True)) for field, given in names.items())
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update=sets)})
 
 
 def _find_changes(config: Config, saved: Config) -> dict[str, tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import Config
 from megatron_rl.config.hub import HubModel, find_model_folder
-from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.errors import RunError, UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.precision.contract import PrecisionContract
@@ -168,6 +169,18 @@ def check_on_rank_0(config: Config, known: Needs = TRAIN) -> None:
         check(facts, known, about=RANK_0)
 
 
+def check_pinned(pinned: Path, asked: Path) -> Path:
+    """Return `pinned`. Raise RunError unless it is a commit of the model `asked`: another program may have written into the store."""
+    expected = HubModel.parse(asked)
+    with suppress(ValueError):
+        model = HubModel.parse(pinned)
+        if model and expected and model.is_pinned:
+            commit = expected.revision if expected.is_pinned else model.revision
+            if model == (expected.repository, commit):
+                return pinned
+    raise RunError(f"the launcher's store names {str(pinned)!r} for model.path = {str(asked)!r}, so another program has written to it")
+
+
 def pin_model(config: Config) -> Config:
     """Return the configuration with a hub model pinned to a commit, after downloading its config.json and tokenizer to this machine.
 
@@ -181,5 +194,6 @@ def pin_model(config: Config) -> Config:
     else:
         from megatron_rl.distributed import share_before_start  # imports torch, which `plan` does not need
 
-        path = pin_hub_model(share_before_start("model.path", lambda: pin_hub_model(config.model.path)))
+        shared = share_before_start("model.path", lambda: pin_hub_model(config.model.path), Path)
+        path = pin_hub_model(check_pinned(shared, config.model.path))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

@@ -1,7 +1,7 @@
 """Collectives of a rank whose peers do not exist: checked as NCCL checks them, recorded, and answered as if all ranks had the same data.
 
-Python objects are exchanged in the same way, with two exceptions. Only the last pipeline stage knows the loss, and in a checkpoint every
-rank names other parts (`answer_for_others`).
+Python objects and bytes are exchanged in the same way, with two exceptions. Only the last pipeline stage knows the loss, and in a
+checkpoint every rank names other parts (`answer_for_others`).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 
+from megatron_rl import distributed
 from megatron_rl.rehearsal.device import FakeGpu, set_value, value_of
 from megatron_rl.rehearsal.groups import RefusedCollectiveError, check_group, name_group
 from megatron_rl.rehearsal.recorder import Recorder, find_line
@@ -183,7 +184,8 @@ def answer_for_others(answer: Callable[[Any], tuple[Any, Any] | None]) -> Iterat
 
 
 def install(recorder: Callable[[], Recorder]) -> None:
-    """Replace `all_reduce`, to note its operation, and the exchange of objects in torch.distributed."""
+    """Replace `all_reduce`, to note its operation, the exchange of objects in torch.distributed, and the exchange of bytes in
+    `megatron_rl.distributed`."""
     plain_all_reduce = dist.all_reduce
 
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -201,15 +203,26 @@ def install(recorder: Callable[[], Recorder]) -> None:
         recorder().wait(kind)
         return name_group(group)
 
-    def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
-        name, size = record("all-gather of objects", group), len(object_list)
-        object_list[:] = _ask_all(obj, size, dist.get_rank(group))
+    def gather_from_all(obj: Any, group: Any) -> list[Any]:
+        name, size = record("all-gather of objects", group), dist.get_world_size(group)
+        gathered = _ask_all(obj, size, dist.get_rank(group))
         if size > 1 and name.startswith("pp "):
             sent = _sent_by_last_stage.setdefault(find_line(), [])
             if dist.get_rank(group) == size - 1:
                 sent.append(obj)
             elif sent:
-                object_list[-1] = sent[0]
+                gathered[-1] = sent[0]
+        return gathered
+
+    def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
+        object_list[:] = gather_from_all(obj, group)
+
+    def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
+        return gather_from_all(data, group)
+
+    def broadcast_bytes(data: bytes, source: int) -> bytes:
+        record("broadcast of objects", None)
+        return data or distributed.NOTHING  # what rank 0 would say is not known
 
     def gather_object(obj: Any, object_gather_list: list | None = None, dst: Any = None, group: Any = None, **_: Any) -> None:
         record("gather of objects", group)
@@ -231,6 +244,7 @@ def install(recorder: Callable[[], Recorder]) -> None:
     for function in (all_reduce, all_gather_object, gather_object, scatter_object_list, broadcast_object_list):
         for module in (dist, dist.distributed_c10d):
             setattr(module, function.__name__, function)
+    distributed.gather_bytes, distributed.broadcast_bytes = gather_bytes, broadcast_bytes
 
 
 def _ask_all(obj: Any, size: int, own: int) -> list[Any]:

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed import Rank0, gather_from_ranks
+from megatron_rl.distributed import Rank0, broadcast_from, gather_from_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
@@ -33,7 +33,7 @@ class ByteProof:
                 numbers_of[chunk.sources].append(number)
         digests = make_source_packer(named_tensors, self.plan.chunks, self._rank).hash_all(list(numbers_of))
         own = {number: digest for numbers, digest in zip(numbers_of.values(), digests, strict=True) for number in numbers}
-        return {number: digest for rank in gather_from_ranks(own) for number, digest in rank.items()}
+        return {number: digest for rank in gather_from_ranks(own, dict[int, str]) for number, digest in rank.items()}
 
     def compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
         """Raise RunError if the digest of a chunk in the engine differs from the trainer's. The error names the first block."""
@@ -50,9 +50,9 @@ class ByteProof:
             on_engine = Rank0(lambda: pool.submit(_digest_on_engine, self._engine.value, transfers))
             indices = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
             digests = digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in indices])
-            by_index = gather_from_ranks(dict(zip(indices, digests, strict=True)))
+            by_index = gather_from_ranks(dict(zip(indices, digests, strict=True)), dict[int, str])
             sent = {index: value for rank_digests in by_index for index, value in rank_digests.items()}
-            arrived = on_engine.run(lambda digests: digests.result())
+            arrived = on_engine.run(lambda digests: digests.result(), list[str])
         for index, transfer in enumerate(transfers):
             if sent[index] != arrived[index]:
                 self._raise_difference(named_tensors, transfer)
@@ -60,17 +60,17 @@ class ByteProof:
     def _raise_difference(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> None:
         """Hash a transfer block by block on both sides, and raise RunError for the first block that differs."""
         blocks = _split_into_blocks(transfer)
-        expected: list[list[str]] = [[]]
+        own = list[str]()
         if self._rank == transfer.source_rank:
-            expected = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]]
-        dist.broadcast_object_list(expected, src=transfer.source_rank)
+            own = [digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]
+        expected = broadcast_from(transfer.source_rank, own, list[str])
 
         def find_first_difference(engine: Engine) -> Rect:
             named_rects = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in blocks]
             actual = engine.digest_rects({transfer.target_rank: named_rects})[transfer.target_rank]
-            return next((block for block, a, b in zip(blocks, expected[0], actual, strict=True) if a != b), blocks[0])
+            return next((block for block, a, b in zip(blocks, expected, actual, strict=True) if a != b), blocks[0])
 
-        block = _offset_rect(self._engine.run(find_first_difference), transfer.target_rect)
+        block = _offset_rect(self._engine.run(find_first_difference, Rect), transfer.target_rect)
         raise RunError(
             f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
             f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class WeightTransfer:
         self._plan, self._engine, self._settings, self._notify, self._rank = plan, engine, settings, notify, dist.get_rank()
         check_transport(settings)
         self._transport = settings.load_transport()
-        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
+        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text(), str)))) > 1:
             check_one_host(settings, f"the trainer's ranks are on {hosts}")
         self._outbox: Outbox | None = None
         self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
@@ -67,7 +67,7 @@ class WeightTransfer:
             return
         chunks = self._plan.chunks
         outbox = self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
-        addresses = dict(enumerate(gather_from_ranks(outbox.address)))
+        addresses = dict(enumerate(gather_from_ranks(outbox.address, Any)))
         link = Link(
             self._settings.transport,
             {str(rank): address for rank, address in addresses.items()},
@@ -77,7 +77,7 @@ class WeightTransfer:
             self._settings.timeout,
         )
         self._engine.run(lambda engine: engine.connect(link, chunks, self._settings.staged))
-        self._run_on_all_ranks(lambda: outbox.open(addresses))
+        self._run_on_all_ranks(lambda: outbox.open(addresses), None)
 
     def close(self) -> None:
         """Close the connection to the engine. The next transfer sends everything."""
@@ -96,8 +96,9 @@ class WeightTransfer:
         changes = self._find_changes(packer, hashing) if base_is_proved else None
         parts = resize(self._plan.chunks, changes.sizes) if changes else self._plan.chunks
         self._engine.run(lambda engine: self._start_receiving(engine, hashing, parts if changes else ()))
-        results = self._run_on_all_ranks(lambda: self._send(packer, parts, changes.own if changes else {}, hashing))
-        arrived = self._engine.run(lambda engine: self._finish_receiving(engine, version, hashing))
+        own = changes.own if changes else {}
+        results = self._run_on_all_ranks(lambda: self._send(packer, parts, own, hashing), tuple[dict[int, str], float])
+        arrived = self._engine.run(lambda engine: self._finish_receiving(engine, version, hashing), dict[int, list[str]])
         sent = {number: digest for digests, _ in results for number, digest in digests.items()}
         hash_seconds = max(seconds for _, seconds in results)
         return Transferred(sum(part.nbytes for part in parts), changes.changed_share if changes else None, sent, arrived, hash_seconds)
@@ -170,8 +171,9 @@ class WeightTransfer:
         outbox.finish()
         return digests, packer.hash_seconds
 
-    def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank and return all results. If a rank fails, raise RunError on all ranks, with the engine's error."""
+    def _run_on_all_ranks(self, step: Callable[[], T], kind: Any) -> list[T]:
+        """Run `step` on every rank and return all results, of type `kind`. If a rank fails, raise RunError with the engine's error on all
+        ranks."""
         result, failure, lost = None, "", False
         expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
         try:
@@ -181,10 +183,10 @@ class WeightTransfer:
             lost = isinstance(error, self._transport.lost_errors)
             if self._outbox is not None:
                 self._outbox.close()  # engine ranks that wait for this rank fail at once
-        outcomes = gather_from_ranks((result, failure, lost))
+        outcomes = gather_from_ranks((result, failure, lost), tuple[kind, str, bool] | tuple[None, str, bool])
         failures = [failure for _, failure, _ in outcomes if failure]
         if failures:
-            reason, engine_lost = self._engine.run(_read_failure)
+            reason, engine_lost = self._engine.run(_read_failure, tuple[str, bool])
             error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
@@ -238,7 +240,7 @@ class DeltaBase:
 def gather_changes(own: dict[int, Difference], chunks: tuple[Chunk, ...]) -> Changes:
     """Combine the differences of all ranks' chunks. Collective."""
     own_sizes = {number: chunks[number].nbytes if found.delta is None else len(found.delta) for number, found in own.items()}
-    gathered = gather_from_ranks((own_sizes, sum(found.changed for found in own.values())))
+    gathered = gather_from_ranks((own_sizes, sum(found.changed for found in own.values())), tuple[dict[int, int], int])
     sizes = {number: size for rank_sizes, _ in gathered for number, size in rank_sizes.items()}
     changed = sum(rank_changed for _, rank_changed in gathered)
     return Changes(own, [sizes[number] for number in range(len(chunks))], changed / sum(chunk.nbytes for chunk in chunks))

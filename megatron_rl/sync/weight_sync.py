@@ -20,7 +20,7 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.engine import Engine, ServedReport
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
@@ -157,12 +157,12 @@ class WeightSync:
 
     def _compare_with_reread(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str]) -> None:
         """Compare `sent` with the digests that the engine has computed of its live weights since `end_sync`."""
-        self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading()))
+        self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading(), dict[int, list[str]]))
         self._has_reread = True
 
     def _check_derived_tensors(self) -> int:
         """Return the number of tensors that the engine derived from the weights. Raise RunError if one of them is stale."""
-        reports = self._engine.run(lambda engine: engine.account_for_tensors())
+        reports = self._engine.run(lambda engine: engine.account_for_tensors(), list[ServedReport])
         for rank, report in enumerate(reports):
             if report.wrong:
                 raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
@@ -249,5 +249,5 @@ class RecoveringWeightSync:
 
     def _replace_lost(self, loss: EngineLostError) -> None:
         self._sync.close()
-        self._restarts += self._engines.run(lambda engines: engines.wait_for_successors(loss))
+        self._restarts += self._engines.run(lambda engines: engines.wait_for_successors(loss), int)
         self._engines.run(lambda engines: check_live_engine(self._sync.plan, engines))

@@ -68,7 +68,7 @@ class Canary:
         answers, samples = read.value if is_rank0() else ([], [])
         with nullcontext() if self._emulated is None else emulate_engine(self._actor.model, named_tensors, self._emulated):
             logprobs = _score(self._actor, samples)
-        return engines.run(lambda _: self._compare(answers, logprobs))
+        return engines.run(lambda _: self._compare(answers, logprobs), float)
 
     def _read(self, version: int) -> tuple[list[_Answer], list[TrainingSample]]:
         """Return the engines' answers and their distinct completions as samples. Rank 0."""
@@ -153,4 +153,5 @@ def _score(actor: Actor, samples: list[TrainingSample]) -> dict[int, torch.Tenso
     shares = deal(compute_costs([sample.length for sample in samples]), count_replicas()) if samples else []
     own = scatter_samples([[samples[index] for index in share] for share in shares])
     logprobs = actor.compute_logprobs(own)[0]
-    return reduce.merge_replicas({sample.number: values for sample, values in zip(own, logprobs, strict=True)})
+    few = {sample.number: values.tolist() for sample, values in zip(own, logprobs, strict=True)}
+    return {number: torch.tensor(values) for number, values in reduce.merge_replicas(few, list[float]).items()}

@@ -49,7 +49,7 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
     disagree."""
     with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
-    rank_graphs = gather_from_ranks(rank_graph)
+    rank_graphs = gather_from_ranks(rank_graph, PrecisionGraph)
     return Rank0(lambda: merge_graphs(rank_graphs))
 
 

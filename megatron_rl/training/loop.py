@@ -93,7 +93,7 @@ class Loop:
                 metrics |= trainer.critic.assign_advantages(samples)
         metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
-        metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_from_replicas)
+        metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_numbers)
         check_stop()
         if trainer.critic is not None:
             with phase("critic"):
@@ -120,7 +120,7 @@ class Loop:
         def evaluate() -> dict[str, float]:
             return compute_eval_metrics(self._worker.value.evaluate(step), self._config.eval.samples)
 
-        return self._sync.run_with_recovery(step, lambda: run_on_rank0(evaluate))
+        return self._sync.run_with_recovery(step, lambda: run_on_rank0(evaluate, dict[str, float]))
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
         trainer = self._trainer

@@ -147,14 +147,14 @@ class PolicyTrainer:
         algorithm = self._config.algorithm
         if not algorithm.kl_in_reward or algorithm.has_critic:
             return {}
-        of_all = reduce.merge_replicas({sample.number: measure_kl(sample, algorithm) for sample in samples.own})
+        of_all = reduce.merge_replicas({sample.number: measure_kl(sample, algorithm) for sample in samples.own}, float)
         kl = [of_all[number] for number in range(samples.count)]
 
         def compute() -> list[float]:
             rewards = [reward - algorithm.kl_coef * value for reward, value in zip(samples.rewards, kl, strict=True)]
             return compute_advantages(rewards, samples.excluded, algorithm, self._config.rollout.group_size, samples.lengths)
 
-        advantages = run_on_rank0(compute)
+        advantages = run_on_rank0(compute, list[float])
         for sample in samples.own:
             sample.advantage = advantages[sample.number]
         return {KL: sum(kl) / max(samples.sampled_tokens, 1)}

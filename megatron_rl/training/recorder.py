@@ -67,7 +67,7 @@ class Recorder:
         self.seconds = {}
         if seconds is not None:
             row[_STEP] = seconds
-        memory_by_rank, self._memory = gather_from_ranks(self._memory), {}
+        memory_by_rank, self._memory = gather_from_ranks(self._memory, dict[str, float]), {}
         for name in memory_by_rank[0]:  # the engine's memory is on rank 0 only
             row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
         self._log.run_local(lambda log: log.write_step(row))
@@ -76,7 +76,7 @@ class Recorder:
         """Write the completions that the report shows, with their advantages and mismatch. Collective."""
         shown = set(samples.shown)
         own = {sample.number: (sample.advantage, bin_mismatch(sample)) for sample in samples.own if sample.number in shown}
-        of_all = reduce.merge_replicas(own)
+        of_all = reduce.merge_replicas(own, tuple[float | None, list[tuple[int, float]]])
         for number, row in zip(samples.shown, samples.rows, strict=False):
             row["advantage"], row["mismatch"] = of_all[number]
         self._log.run_local(lambda log: log.write_samples(step, samples.rows))

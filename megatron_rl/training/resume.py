@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -17,7 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import list_model_files, read_config
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.plugs import REWARDS
-from megatron_rl.preflight.resumed_run import ResumedRun, find_run_to_resume
+from megatron_rl.preflight.resumed_run import ResumedRun, find_run_to_resume, with_names
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
@@ -57,12 +57,30 @@ class ResumePoint:
         return self.state.get("layout") == layout
 
 
+class _FoundRun(NamedTuple):
+    """What rank 0 tells the other ranks about the run to resume."""
+
+    folder: Path
+    names: dict[str, list[str]]  # of the data sets, by field of `data`
+    changes: dict[str, tuple[Any, Any]]
+    models: dict[str, str]
+
+
 def find_resume_point(config: Config) -> tuple[ResumedRun, ResumePoint] | None:
     """Return the run that `checkpoint.resume` selects and its checkpoint, or None for a new run. Collective. Raises as `choose_checkpoint`
     does, and UserError if a model has other files."""
-    run = run_on_rank0(lambda: find_run_to_resume(config))
-    if run is None:
+
+    def find() -> _FoundRun | None:
+        run = find_run_to_resume(config)
+        if run is None:
+            return None
+        names = {field: [each.name for each in getattr(run.config.data, field)] for field in ("train", "eval")}
+        return _FoundRun(run.folder, names, run.changes, run.models)
+
+    found = run_on_rank0(find, _FoundRun | None)
+    if found is None:
         return None
+    run = ResumedRun(found.folder, with_names(config, found.names), found.changes, found.models)
     point = choose_checkpoint(run.folder, config.train.steps)
     models = hash_models(config)
     for field, after in models.items():
@@ -94,7 +112,7 @@ def hash_models(config: Config) -> dict[str, str]:
                     hashes[field][str(file.relative_to(folder))] = hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
             except OSError as error:
                 raise UserError(field, str(file), f"cannot be read ({error.strerror})", "check its permissions") from None
-    for part in gather_from_ranks(hashes):
+    for part in gather_from_ranks(hashes, dict[str, dict[str, str]]):
         for field in folders:
             hashes[field] |= part[field]
     return {field: xxhash.xxh3_128_hexdigest(json.dumps(hashes[field], sort_keys=True).encode()) for field in folders}
@@ -124,19 +142,19 @@ def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
     """Return the newest complete checkpoint of a run. Collective. Raises UserError if no checkpoint is complete, or if the newest one has
     reached `steps`."""
     folder, damaged = find_newest_whole(run)
-    return run_on_rank0(lambda: _make_resume_point(run, folder, damaged, steps))
+    return run_on_rank0(lambda: _make_resume_point(run, folder, damaged, steps), ResumePoint)
 
 
 def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
     """Return the newest complete checkpoint of a run, and the newer ones with what is wrong with them. Collective. The ranks divide the
     files among them and read every byte. Raises UserError if a rank cannot see the files."""
     torn: dict[Path, str] = {}
-    for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run)):
+    for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run), list[Path]):
         with errors_on_all_ranks():
             if not folder.is_dir():
                 rule = f"rank {get_rank_and_size()[0]} does not see {folder}"
                 raise UserError("checkpoint.resume", str(run), rule, "name a folder that all nodes share")
-        reasons = gather_from_ranks(checkpoints.find_damage(folder, *get_rank_and_size()))
+        reasons = gather_from_ranks(checkpoints.find_damage(folder, *get_rank_and_size()), str)
         if not any(reasons):
             return folder, torn
         torn[folder] = next(filter(None, reasons))

@@ -49,6 +49,11 @@ class StepSamples:
     rows: list[dict[str, Any]] = field(default_factory=list)  # rows of the report for the `shown` samples
 
     @property
+    def facts(self) -> tuple[int, int, int, list[int], dict[str, float]]:
+        """What every rank knows."""
+        return self.count, self.tokens, self.sampled_tokens, self.shown, self.metrics
+
+    @property
     def own(self) -> list[TrainingSample]:
         return [sample for mini_batch in self.mini_batches for sample in mini_batch]
 
@@ -77,8 +82,8 @@ def share_samples(
     """
     prepared = Rank0(lambda: _prepare(rollout.take(), step, config, routing, replay))
     whole = prepared.value if is_rank0() else None
-    facts = run_on_rank0(lambda: replace(prepared.value, mini_batches=[], rewards=[], excluded=[], lengths=[], rows=[]))
-    samples = facts if whole is None else replace(whole, mini_batches=[])
+    facts = run_on_rank0(lambda: prepared.value.facts, tuple[int, int, int, list[int], dict[str, float]])
+    samples = StepSamples([], *facts) if whole is None else replace(whole, mini_batches=[])
     for mini_batch in [[]] * config.algorithm.updates_per_step if whole is None else whole.mini_batches:
         shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
         samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))

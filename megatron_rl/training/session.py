@@ -80,7 +80,7 @@ class Session:
             self.config = self.resumed.config
         models = self.resumed.models if self.resumed else hash_models(config)
         self.log = Rank0(lambda: self._open_log(models))
-        self.folder = self.log.run(lambda log: log.dir)
+        self.folder = self.log.run(lambda log: log.dir, Path)
         self._start_watchdog()
 
     def _start_processes(self) -> None:

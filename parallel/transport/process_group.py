@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import socket
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import base
+from parallel.transport.sealed_store import SealedStore
 
 _SHARED_GLOO = "gloo_one_loop"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -33,7 +35,7 @@ class Outbox(base.Outbox):
         self._targets = sorted({chunk.target for chunk in chunks})
         self._size = max(chunk.nbytes for chunk in chunks)
         self._store: Any = listening_store(self._host, self._timeout) if rank == self._sources[0] else None
-        self.address = [self._host, self._store.port] if self._store is not None else None
+        self.address = [self._host, self._store.port, secrets.token_hex(16)] if self._store is not None else None
         self._group: Any = None
         self._buffers: list[torch.Tensor] = []
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -44,9 +46,11 @@ class Outbox(base.Outbox):
         if self._rank not in self._sources:
             return
         group_rank, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
-        store = self._store or _connect_to_store(addresses[self._sources[0]], self._timeout)
+        host, port, secret = addresses[self._sources[0]]
+        store = self._store or _connect_to_store(host, port, self._timeout)
         device = buffer_device(self.on_device)
-        self._group = _make_group(store, group_rank, size, self._host, self._timeout, device)
+        self._sealed = SealedStore(store, bytes.fromhex(secret))
+        self._group = _make_group(store, self._sealed, group_rank, size, self._host, self._timeout, device)
         self._buffers = _make_buffers(self._size, device)
         self._packed = None if self.on_device else make_gpu_buffer(self._size)
 
@@ -90,11 +94,13 @@ class Inbox(base.Inbox):
     on_device = True
 
     def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
-        first, timeout = link.addresses[str(link.sources[0])], link.timeout
+        (host, port, secret), timeout = link.addresses[str(link.sources[0])], link.timeout
         self._group_rank = {source: index for index, source in enumerate(link.sources)}
         own_rank, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
         device = buffer_device(self.on_device)
-        self._group: Any = _make_group(_connect_to_store(first, timeout), own_rank, size, first[0], timeout, device)
+        store = _connect_to_store(host, port, timeout)
+        self._sealed = SealedStore(store, bytes.fromhex(secret))
+        self._group: Any = _make_group(store, self._sealed, own_rank, size, host, timeout, device)
         self._buffers = _make_buffers(link.largest, device)
         self._packed = None if self.on_device else make_gpu_buffer(link.largest)
         self._chunks, self._posted, self._in_use = chunks, 0, 0
@@ -142,11 +148,11 @@ def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]
 
 
-def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
+def _make_group(store: Any, sealed: SealedStore, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
     if device.type == "cuda":
         return NcclGroup(store, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
-    return _make_gloo_group(store, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
+    return _make_gloo_group(sealed, rank, size, timedelta(seconds=timeout), [gloo.create_device(hostname=find_local_address(host))])
 
 
 def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
@@ -162,16 +168,25 @@ def register_shared_gloo() -> str:
     own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it."""
 
     @functools.cache
-    def choose_devices() -> list[Any]:  # as torch does
+    def choose_devices() -> list[Any]:
         gloo: Any = dist.ProcessGroupGloo
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+        if names:
+            return [gloo.create_device(interface=name) for name in names]
+        return [gloo.create_device(hostname="127.0.0.1") if runs_on_one_node() else gloo.create_default_device()]
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return _make_gloo_group(store, rank, size, timeout, choose_devices())
 
     dist.Backend.register_backend(_SHARED_GLOO, make, devices=["cpu"])
     return _SHARED_GLOO
+
+
+def runs_on_one_node() -> bool:
+    """Return whether all ranks of this launch are known to be on this machine, so that they can meet on loopback."""
+    size, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    host = os.environ.get("MASTER_ADDR", "")
+    return "RANK" not in os.environ or size in ("1", local) or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
@@ -186,8 +201,7 @@ def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=descriptor)
 
 
-def _connect_to_store(address: Any, timeout: float) -> Any:
-    host, port = address
+def _connect_to_store(host: str, port: int, timeout: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 

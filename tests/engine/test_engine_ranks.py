@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import httpx
@@ -36,7 +37,7 @@ def read_server_arguments(names):
         answer = httpx.get(f"{server.url}/server_info", headers={"Authorization": f"Bearer {server.api_key}"}, timeout=60).json()
         return {name: answer[name] for name in names}
 
-    return current().rank0_engines.run(read)
+    return current().rank0_engines.run(read, dict[str, Any])
 
 
 def compute_logprobs(hf_config, seed, precision, sequences):

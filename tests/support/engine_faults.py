@@ -23,9 +23,9 @@ def engine_family(engines, number):
     return [process for pid in engines.replicas[number].engine.server.processes.pids for process in family(pid)]
 
 
-def strike_while(work, engines, sync, version, faults):
-    """Do rank 0's `work` as the loop does, with faults in engines once they are busy. Return the `result`, and the pids of the lost
-    engines' processes that still run (`left`)."""
+def strike_while(work, kind, engines, sync, version, faults):
+    """Do rank 0's `work`, whose result is of type `kind`, as the loop does, with faults in engines once they are busy. Return the `result`,
+    and the pids of the lost engines' processes that still run (`left`)."""
     processes = [process for number in faults for process in engine_family(engines, number)]
 
     def strike():
@@ -36,7 +36,7 @@ def strike_while(work, engines, sync, version, faults):
 
     striking = threading.Thread(target=strike)
     striking.start()
-    result = sync.run_with_recovery(version, lambda: run_on_rank0(work))
+    result = sync.run_with_recovery(version, lambda: run_on_rank0(work, kind))
     striking.join()
     return {"result": result, "left": [process.pid for process in alive_after(processes, 10)]}
 

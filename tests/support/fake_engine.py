@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, join_ranks, run_on_rank0
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
@@ -35,6 +36,7 @@ from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
+from parallel.transport.process_group import register_shared_gloo
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
@@ -46,6 +48,7 @@ from support.processes import free_port
 MODEL = ModelGeometry("qwen3", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True, qk_norm=True)
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 _TOKEN_SECONDS = 0.02
+_ANSWERS = list[tuple[list[int], int]]
 
 
 def make_random_tensors(shards, seed):
@@ -168,11 +171,7 @@ _run = SimpleNamespace()
 def start(folder, engines, sync, health_timeout):
     """Start tensor-parallel trainer ranks, as many as the world has, and engines below rank 0, synced as version 1."""
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join_ranks(register_shared_gloo(), timedelta(minutes=30))
     layout, messages = Layout(tp=dist.get_world_size()), []
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, "delta": "auto", **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
@@ -253,7 +252,7 @@ def take_answers():
 
 def answers(count, tokens, engine=None):
     """Return (tokens, policy version) of `count` completions by all engines, or by one; the same on every rank."""
-    return _run.engines.run(lambda engines: _answers(engines, count, tokens, engine))
+    return _run.engines.run(lambda engines: _answers(engines, count, tokens, engine), _ANSWERS)
 
 
 def _answers(engines, count, tokens, engine=None):
@@ -265,9 +264,9 @@ def _answers(engines, count, tokens, engine=None):
 def answers_through(version, faults, count, tokens):
     """Return `answers` with faults; see `support.engine_faults.strike_while`. Ranks other than 0 return only the result."""
     if dist.get_rank():
-        return _run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None))
+        return _run.recovering_sync.run_with_recovery(version, lambda: run_on_rank0(lambda: None, _ANSWERS))
     engines = _run.engines.value
-    return strike_while(lambda: _answers(engines, count, tokens), engines, _run.recovering_sync, version, faults)
+    return strike_while(lambda: _answers(engines, count, tokens), _ANSWERS, engines, _run.recovering_sync, version, faults)
 
 
 def take_messages():

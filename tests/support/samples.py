@@ -9,7 +9,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.types import KeptTokens
 
 _TENSORS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
-_NUMBERS = ("number", "advantage", "reward", "excluded", "loss_weight")
+_NUMBERS = ("number", "advantage", "reward", "excluded", "masked", "loss_weight")
 
 
 def with_random_routing(batch, experts, top_k, layers=2):
@@ -37,7 +37,7 @@ def make_samples(shapes, with_columns=(), seed=0):
         sample = TrainingSample(
             draw(200_000, np.int32, prompt), draw(200_000, np.int32, answer), float(source.normal()), number=number, reward=float(number)
         )
-        sample.excluded, sample.loss_weight = number % 3 == 2, 0.5 + number
+        sample.excluded, sample.masked, sample.loss_weight = number % 3 == 2, number % 4 == 1, 0.5 + number
         sample.rollout_logprobs = torch.from_numpy(source.normal(size=sampled).astype(np.float32))
         if "mask" in with_columns:
             sample.response_mask = mask

@@ -27,7 +27,6 @@ from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks, global_name
 from megatron_rl.mcore.optim import step_response
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
-from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters, list_adapted_layers
@@ -169,7 +168,9 @@ def own(samples):
 
 def gather(share, values):
     """Return the values of all replicas' samples, in order. `values` belong to the `share` that `own` returned."""
-    parts = reduce.gather_from_replicas({sample.number: value for sample, value in zip(share, values, strict=True)})
+    group = parallel_state.get_data_parallel_group()
+    parts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, {sample.number: value for sample, value in zip(share, values, strict=True)}, group)
     return [value for _, value in sorted((entry for part in parts for entry in part.items()), key=lambda entry: entry[0])]
 
 

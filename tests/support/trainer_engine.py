@@ -109,7 +109,10 @@ class TrainerAndEngines:
     def sample(self, prompts, tokens, **sampling):
         """Return completions of every prompt, on all ranks."""
         params = SamplingParams(1.0, tokens, **sampling)
-        return self.rank0_engines.run(lambda engines: engines.generate(prompts, params))
+        generations = []
+        self.rank0_engines.run(lambda engines: generations.extend(engines.generate(prompts, params)))
+        dist.broadcast_object_list(everything := [generations])
+        return everything[0]
 
     def compute_logprobs(self, samples):
         """Return the trainer's log-probs of all sampled tokens, concatenated."""
@@ -227,10 +230,13 @@ def generate_seeded(prompts, tokens, engine=None):
     return [(generation.output_ids_T.tolist(), generation.logprobs_T.tolist(), generation.policy_version) for generation in generations]
 
 
+_SEEDED = list[tuple[list[int], list[float], int]]
+
+
 def generate_with_faults(faults, version, prompts, tokens):
     """Run `generate_seeded` with faults; see `support.engine_faults.strike_while`."""
     with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
-        return strike_while(lambda: generate_seeded(prompts, tokens), current().engines, weight_sync, version, faults)
+        return strike_while(lambda: generate_seeded(prompts, tokens), _SEEDED, current().engines, weight_sync, version, faults)
 
 
 def sync_with_faults(faults, version, settings=None):

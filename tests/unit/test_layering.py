@@ -39,6 +39,13 @@ ONLY_IN = {
     "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
 }
+MAY_PICKLE = {"megatron_rl/rollout/environments/pool.py": "the state of an environment, which its own worker keeps"}
+"""Shipped files that read pickles, with what they read. Whoever writes a pickle runs code in the process that reads it."""
+OBJECT_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
+    *("_tensor_to_object", "_object_to_tensor", "broadcast_pyobj"),
+}
+PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 TORCH_FREE = (
     "megatron_rl.config",
     "megatron_rl.cli",
@@ -64,6 +71,26 @@ def imported_names(file: Path) -> set[str]:
             assert not node.level, f"{file}: a relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def find_unpickling(source: str) -> set[str]:
+    """Return what in a file's source reads pickles: modules, loads of torch and numpy that allow them, collectives of objects."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found |= {name for name in names if name.partition(".")[0] in PICKLING}
+            found |= {alias.name for alias in node.names} & OBJECT_COLLECTIVES
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        is_open = options.get("weights_only") != "True" if name == "torch.load" else options.get("allow_pickle", "False") != "False"
+        if is_open and name in ("torch.load", "np.load", "numpy.load"):
+            found.add(name)
+        if name.rpartition(".")[2] in {*OBJECT_COLLECTIVES, "read_pickle", "__import__"}:
+            found.add(name)
+    return found
 
 
 @functools.cache
@@ -185,3 +212,38 @@ def test_a_foreign_package_named_parallel_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-m", "megatron_rl"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: megatron_rl found a foreign package `parallel` at {tmp_path}/parallel.py")
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_shipped_code_reads_no_pickles(package):
+    found = {str(file.relative_to(ROOT)): find_unpickling(file.read_text()) for file in (ROOT / package).rglob("*.py")}
+    reading = {path: names for path, names in found.items() if names}
+    allowed = {path for path in MAY_PICKLE if path.startswith(f"{package}/")}
+    assert reading.keys() <= allowed, f"these files read pickles: {reading}"
+
+
+PICKLES = {
+    "import pickle": {"pickle"},
+    "def f():\n    import dill as d": {"dill"},
+    "from pickle import loads": {"pickle"},
+    "from marshal import loads": {"marshal"},
+    "import shelve": {"shelve"},
+    "torch.load(path)": {"torch.load"},
+    "torch.load(path, weights_only=False)": {"torch.load"},
+    "torch.load(path, weights_only=given)": {"torch.load"},
+    "torch.load(path, map_location='cpu', weights_only=True)": set(),
+    "np.load(path)": set(),
+    "np.load(path, allow_pickle=True)": {"np.load"},
+    "dist.all_gather_object(values, value)": {"dist.all_gather_object"},
+    "torch.distributed.broadcast_object_list(values, src=0)": {"torch.distributed.broadcast_object_list"},
+    "dist.scatter_object_list(out, values)": {"dist.scatter_object_list"},
+    "dist.recv_object_list(values)": {"dist.recv_object_list"},
+    "from torch.distributed import gather_object": {"gather_object"},
+    "json.loads(text)": set(),
+    "dist.all_gather(parts, part)": set(),
+}
+
+
+@pytest.mark.parametrize("source", PICKLES)
+def test_what_reads_pickles_is_found(source):
+    assert find_unpickling(source) == PICKLES[source]

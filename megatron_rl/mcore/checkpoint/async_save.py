@@ -55,7 +55,7 @@ class AsyncSave:
         write: Any = self._request.async_fn  # None if this rank has nothing to write
         buckets, transforms = ([], None) if write is None else (self._request.async_fn_args[1], write.args[0])
         own_bytes = self.other_bytes + sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
-        needed = sum(gather_from_ranks(own_bytes))
+        needed = sum(gather_from_ranks(own_bytes, int))
         run_on_rank0(lambda: check_room(parent, needed))
         storages = {tensor.untyped_storage()._cdata for tensor in live}
         copies = [_copy_to_host(bucket, storages) for bucket in buckets]
@@ -82,7 +82,7 @@ class AsyncSave:
 
     def is_written(self) -> bool:
         """Return whether every rank has written its files or failed."""
-        return not any(gather_from_ranks(self._thread.is_alive()))
+        return not any(gather_from_ranks(self._thread.is_alive(), bool))
 
     def finish(self) -> None:
         """Wait for all ranks and finalize the folder. Raise RunError on every rank if any rank failed to write."""

@@ -86,7 +86,7 @@ class CheckpointWriter:
         """Wait until everything is on disk, then publish the folder. Collective."""
         with self._discarded_on_failure():
             self._async_save.finish()
-            files = gather_from_ranks(self._async_save.files)
+            files = gather_from_ranks(self._async_save.files, dict[str, dict[str, int | str]])
             write_on_rank0(lambda: self._complete({name: checksum for part in files for name, checksum in part.items()}))
 
     @contextmanager

@@ -4,13 +4,15 @@ A rank without values passes zeros or no names. All functions are collective.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.batch.totals import Totals
+from megatron_rl import distributed
+from megatron_rl.batch.totals import Total, Totals
 from megatron_rl.distributed import gather_from_ranks
 
 T = TypeVar("T")
@@ -28,7 +30,7 @@ def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # waits for the device once
     values = {**cast(dict[str, float], sums), **dict(zip(tensors, numbers, strict=True))}
     for group in _groups():
-        per_rank = gather_from_ranks(values, group)
+        per_rank = gather_from_ranks(values, dict[str, float], group)
         names = dict.fromkeys(name for rank_values in per_rank for name in rank_values)
         values = {name: sum(rank_values.get(name, 0.0) for rank_values in per_rank) for name in names}
     return values
@@ -36,17 +38,23 @@ def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
 
 def combine(totals: Totals) -> Totals:
     """Return the combined totals of all replicas."""
-    return Totals.merge(gather_from_replicas(totals))
+    return Totals.merge(map(Totals, gather_from_replicas(totals.by_name, dict[str, Total])))
 
 
-def gather_from_replicas(value: T) -> list[T]:
-    """Return the small picklable value of every replica. All ranks of a replica pass the same value."""
-    return gather_from_ranks(value, parallel_state.get_data_parallel_group())
+def gather_from_replicas(value: T, kind: Any) -> list[T]:
+    """Return the small value, of type `kind`, of every replica. All ranks of a replica pass the same value."""
+    return gather_from_ranks(value, kind, parallel_state.get_data_parallel_group())
 
 
-def merge_replicas(by_sample: dict[int, T]) -> dict[int, T]:
-    """Return the values of all replicas' samples by sample number."""
-    return {number: value for part in gather_from_replicas(by_sample) for number, value in part.items()}
+def gather_numbers(values: np.ndarray) -> list[np.ndarray]:
+    """Return the float64 numbers [n] of every replica, whose n may differ. All ranks of a replica pass the same numbers."""
+    parts = distributed.gather_bytes(values.astype(np.float64).tobytes(), parallel_state.get_data_parallel_group())
+    return [np.frombuffer(part, np.float64).copy() for part in parts]
+
+
+def merge_replicas(by_sample: dict[int, T], kind: Any) -> dict[int, T]:
+    """Return the values of all replicas' samples, of type `kind`, by sample number."""
+    return {number: value for part in gather_from_replicas(by_sample, dict[int, kind]) for number, value in part.items()}
 
 
 def sum_over_replicas(*numbers: float) -> list[float]:

@@ -33,7 +33,7 @@ def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSamp
     """Send each replica its samples; return this replica's, without fields that the trainer computes, as views of one buffer. Collective.
     Rank 0 passes the share of each replica; other ranks pass nothing."""
     outgoing = [SampleBytes(share) for share in shares] if is_rank0() else []
-    sizes = run_on_rank0(lambda: [samples.total for samples in outgoing])
+    sizes = run_on_rank0(lambda: [samples.total for samples in outgoing], list[int])
     replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     own = torch.empty(sizes[replica], dtype=torch.uint8)
     for target in range(1, len(outgoing)):

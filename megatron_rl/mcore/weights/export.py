@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0, write_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, join_ranks, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
@@ -47,6 +48,7 @@ from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_copies
 from parallel.shards import HFTensor, Region, take_all
+from parallel.transport.process_group import register_shared_gloo
 
 
 class _Source(NamedTuple):
@@ -69,8 +71,8 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
         raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")
     precision_fields: dict[str, Any] = modes[precision]
     with _launched_ranks():
-        checkpoint = run_on_rank0(lambda: _check_paths(checkpoint, output))
-        if run_on_rank0(lambda: holds_adapters(checkpoint)):
+        checkpoint = run_on_rank0(lambda: _check_paths(checkpoint, output), Path)
+        if run_on_rank0(lambda: holds_adapters(checkpoint), bool):
             if alignment:
                 raise UserError("--align", alignment.block, "cannot widen adapters", "omit --align")
             write_on_rank0(lambda: export_adapters(checkpoint, output))
@@ -87,7 +89,7 @@ def _launched_ranks() -> Iterator[None]:
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo")
+    join_ranks(register_shared_gloo(), timedelta(minutes=30))
     try:
         yield
     finally:
@@ -146,14 +148,14 @@ def convert(
         return stored
 
     with ExitStack() as stack:
-        temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)))
+        temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)), Path)
         write_on_rank0(lambda: check_room(temporary, sum(sizes.values())))
         written = []
         for turn in range(-(-len(files) // world)):  # one file per rank at a time, so that all ranks stop soon after an error
             with errors_on_all_ranks(), as_run_error():
                 for number in own[turn : turn + 1]:
                     written.append(write_file(temporary / name_file(number, len(files)), make(number)))
-        by_file = [sizes for part in gather_from_ranks(written) for sizes in part]
+        by_file = [sizes for part in gather_from_ranks(written, list[dict[str, int]]) for sizes in part]
 
         def complete() -> None:
             write_index(temporary, by_file)

@@ -1,6 +1,7 @@
 """Packed micro-batches: every response token is a target exactly once. Serialization of samples is lossless; totals of parts add up."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -199,6 +200,39 @@ def test_a_token_takes_eight_bytes_and_a_column_has_one_dtype():
     assert SampleBytes([TrainingSample(ids[:1], ids, rollout_logprobs=logprobs)]).total < 8.03 * 10**5
     with pytest.raises(ValueError, match="samples disagree on the dtype or shape of a column"):
         SampleBytes([TrainingSample(ids, ids, rollout_logprobs=values) for values in (logprobs, logprobs.double())])
+
+
+def damage(data: bytes, old: bytes, new: bytes) -> bytes:
+    """Return the serialized samples with another header."""
+    length = int.from_bytes(data[:8], "little")
+    assert old in data[8 : 8 + length]
+    header = data[8 : 8 + length].replace(old, new)
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+FOREIGN = {
+    "a pickle": lambda data: len(text := pickle.dumps([{}, [], []])).to_bytes(8, "little") + text,
+    "no samples": lambda data: bytes(8),
+    "more samples": lambda data: damage(data, b"[2,[", b"[3,["),
+    "a negative number": lambda data: damage(data, b"[2,[", b"[-2,["),
+    "a number as text": lambda data: damage(data, b"[2,[", b'["2",['),
+    "another attribute of torch": lambda data: damage(data, b"float32", b"manual_seed"),
+    "an unknown dtype": lambda data: damage(data, b"float32", b"float31"),
+    "another dtype": lambda data: damage(data, b"float32", b"float64"),
+    "another shape": lambda data: damage(data, b'"float32",[]', b'"float32",[7]'),
+    "bytes too many": lambda data: data + bytes(16),
+    "bytes too few": lambda data: data[:-16],
+    "a header longer than the data": lambda data: (1 << 40).to_bytes(8, "little") + data[8:],
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_data_that_are_no_samples_are_refused(kind):
+    samples = [TrainingSample(torch.arange(3), torch.arange(5), rollout_logprobs=torch.zeros(5)) for _ in range(2)]
+    data = b"".join(piece.numpy().tobytes() for piece in SampleBytes(samples).iterate(1 << 20))
+    read_samples(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    with pytest.raises((ValueError, RuntimeError)):
+        read_samples(torch.frombuffer(bytearray(FOREIGN[kind](data)), dtype=torch.uint8))
 
 
 @given(st.lists(st.floats(-100, 100, width=32), max_size=9), st.integers(0, 9))

@@ -1,6 +1,7 @@
 """launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
 the pins of launch/requirements*.txt are those of pyproject.toml's extras."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -131,3 +132,14 @@ def test_the_gpu_pins_have_one_cuda_version():
     of_toolkit = [version for name, version in read_pins("requirements-gpu.txt").items() if re.fullmatch(toolkit, name)]
     assert len(of_toolkit) >= 8 and all(version.startswith("13.0.") for version in of_toolkit)
     assert "FROM nvidia/cuda:13.0." in (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def test_an_installation_says_that_it_waits_for_another_one_and_not_for_ever(clone):
+    script = clone / "launch" / "setup.sh"
+    with script.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = setup(clone, PYTHON="/bin/false", MEGATRON_RL_LOCK_SECONDS="1")
+    waits, ends = done.stderr.splitlines()
+    assert done.returncode == 2 and waits == f"megatron-rl setup: waiting until another installation releases {script}"
+    assert ends.startswith(f"megatron-rl setup: another process has held {script} for 1 s; end it")
+    assert_refused(setup(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false'")

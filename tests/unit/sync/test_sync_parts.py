@@ -156,7 +156,7 @@ def test_only_the_transports_lost_errors_repeat_a_sync(error, raised):
         raise error
 
     with pytest.raises(RunError, match="the sync broke: trainer rank 0: ") as caught:
-        transfer._run_on_all_ranks(fail)
+        transfer._run_on_all_ranks(fail, None)
     assert type(caught.value) is raised
 
 

@@ -59,7 +59,7 @@ def link(monkeypatch):
     store = dist.HashStore()
     for member in range(2):
         store.set(f"joined {member}", "")
-    monkeypatch.setattr(process_group, "_connect_to_store", lambda address, timeout: store)
+    monkeypatch.setattr(process_group, "_connect_to_store", lambda host, port, timeout: store)
     settings = SyncConfig(transport="process_group", timeout=0.2)
     outbox = PROCESS_GROUP.make_outbox(settings, 0, CHUNKS)
     outbox._store = store
