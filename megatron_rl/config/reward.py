@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, JsonValue, SerializerFunctionWrapHan
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.plugs import REWARDS
+from megatron_rl.redaction import MASK
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "exact": ("pattern",),
@@ -57,7 +58,8 @@ class RewardFunctionConfig(ConfigSection):
         if self.name == "length" and self.full_tokens == self.zero_tokens:
             raise ValueError(f"full_tokens and zero_tokens are both {self.full_tokens}; they must differ")
         if self.name == "http" and not _is_http(self.url):
-            raise ValueError(f"url {self.url!r} must be a URL such as http://host:8000/score")
+            shown = MASK if "@" in self.url else repr(self.url)  # what stands before an @ may be a password
+            raise ValueError(f"url {shown} must be a URL such as http://host:8000/score")
         return self
 
     @model_serializer(mode="wrap")
