@@ -1,10 +1,12 @@
-"""The project's expected errors, which print as one line without a traceback. All other exceptions are bugs and keep their traceback."""
+"""The project's expected errors, which print as one line without a traceback and without secrets. All other exceptions are bugs and keep
+their traceback."""
 
 import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_rl.redaction import redact
 from parallel.plug import InputError
 
 _ESCAPED = {ord(character): repr(character)[1:-1] for character in "\r\0"}
@@ -28,7 +30,7 @@ class UserError(MegatronRLError):
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
-        text = f"{field}{shown}: {rule}" + (f"; {fix}" if fix else "")
+        text = redact(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
         # messages of libraries and names in a user's files may have several lines
         super().__init__(re.sub(r"\s*\n\s*", " ", text).translate(_ESCAPED))
 
@@ -42,8 +44,8 @@ class RunError(MegatronRLError):
     exit_code = 3
 
     def __init__(self, message: str, log_tail: str = "") -> None:
-        self.log_tail = log_tail
-        super().__init__(message)
+        self.log_tail = redact(log_tail)
+        super().__init__(redact(message))
 
 
 class EngineLostError(RunError):

@@ -9,7 +9,11 @@ from parallel.shards import GeometryError
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
-MOST_LAYERS, MOST_EXPERTS = 1000, 10_000  # more than any model has: each is an object of this program
+MOST_LAYERS, MOST_EXPERTS, MOST_EXPERT_LAYERS = 1000, 10_000, 200_000
+"""More layers, experts of a layer, and experts of all layers than any model has. Each is an object of this program."""
+MOST_WIDTH, MOST_POSITIONS = 1 << 20, 1 << 31
+"""More rows or columns than any weight has, and more positions than any model has. Shards and estimates of larger ones do not end."""
+MOST_NUMBER = 1e15
 _INTEGERS = {0: "a non-negative", 1: "a positive"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values that are constants in Megatron's RotaryEmbedding. All Llama 3 models use them."""
@@ -99,14 +103,14 @@ class HFConfig:
             raise GeometryError(f"config.json {self.part}{name}", value, "must be true or false", CORRECT)
         return value
 
-    def size(self, name: str, least: int = 1, most: int | None = None) -> int:
+    def size(self, name: str, least: int = 1, most: int = MOST_WIDTH) -> int:
         """Return a field that must be an integer in a range."""
         value = self.get(name)
         if value is None:
             raise GeometryError(f"config.json {self.part}{name}", None, "is missing", "add it")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be {_INTEGERS[least]} integer", CORRECT)
-        if most is not None and value > most:
+        if value > most:
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be at most {most}", CORRECT)
         return value
 
@@ -115,15 +119,15 @@ class HFConfig:
         values = self.get(name)
         if values is None:
             return []
-        if not isinstance(values, list) or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in values):
-            raise GeometryError(f"config.json {self.part}{name}", values, "must be a list of integers", CORRECT)
+        if not isinstance(values, list) or not all(type(each) is int and 0 <= each <= MOST_WIDTH for each in values):
+            raise GeometryError(f"config.json {self.part}{name}", values, f"must be a list of integers from 0 to {MOST_WIDTH}", CORRECT)
         return values
 
     def number(self, name: str) -> float:
         """Return a field that must be a positive number."""
         value = self.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise GeometryError(f"config.json {self.part}{name}", value, "must be a positive number", CORRECT)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST_NUMBER:
+            raise GeometryError(f"config.json {self.part}{name}", value, f"must be a positive number up to {MOST_NUMBER:g}", CORRECT)
         return float(value)
 
     def section(self, name: str, part: str = "") -> "HFConfig | None":
@@ -223,7 +227,7 @@ def _read_yarn(settings: HFConfig) -> Yarn:
     mscale, of_all = (settings.number("mscale"), settings.number("mscale_all_dim")) if scaled else (None, None)
     yarn = Yarn(
         settings.number("factor"),
-        settings.size("original_max_position_embeddings"),
+        settings.size("original_max_position_embeddings", most=MOST_POSITIONS),
         beta_fast=settings.number("beta_fast"),
         beta_slow=settings.number("beta_slow"),
         mscale=mscale,

@@ -10,7 +10,7 @@ from typing import Any
 
 from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.families import load_family
-from parallel.hf_config import CORRECT, HFConfig, Rope
+from parallel.hf_config import CORRECT, MOST_EXPERT_LAYERS, HFConfig, Rope
 from parallel.shards import GeometryError, HFTensor, Shard, Weight, make_vector, make_weight, take_all
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
@@ -84,6 +84,9 @@ class ModelGeometry:
         family, fields = load_family(config.get("model_type")), HFConfig(config)
         model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
         fields.refuse_unread()
+        if model.experts is not None and (total := (model.layers + model.mtp_layers) * model.experts.count) > MOST_EXPERT_LAYERS:
+            rule = f"gives all layers together {total:,} experts, more than {MOST_EXPERT_LAYERS:,}"
+            raise GeometryError("config.json num_hidden_layers", model.layers, rule, CORRECT)
         if (rotated := (model.latent.rope_dim if model.latent else model.head_dim) * model.rope.share) % 2:
             field = f"config.json {'qk_rope_' * bool(model.latent)}head_dim"
             raise GeometryError(field, rotated, "elements of a head rotate in pairs", CORRECT)

@@ -4,6 +4,7 @@ scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every ed
 of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
 import gc
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -142,10 +143,17 @@ def _choose_owners(parts: Sequence[_Part], formats: Sequence[TensorFormat]) -> l
     sizes = [part.rect.rows * part.rect.cols * format.element_bytes for part, format in zip(parts, formats, strict=True)]
     chosen: list[_Owner | None] = [part.owners.get(part.home) for part in parts]
     sent: dict[int, int] = defaultdict(int)
+    heaps: dict[int, list[tuple[int, int, int]]] = {}  # of each set of owners: bytes sent when last looked at, place in the set, rank
     for index in sorted(range(len(parts)), key=lambda index: (len(parts[index].owners), -sizes[index])):
         if chosen[index] is None:
             owners = parts[index].owners
-            source_rank = min(owners, key=sent.__getitem__)
+            if (heap := heaps.get(id(owners))) is None:
+                heap = heaps[id(owners)] = [(sent[rank], place, rank) for place, rank in enumerate(owners)]
+                heapq.heapify(heap)
+            while heap[0][0] != sent[heap[0][2]]:  # what a rank sends only grows, so the first up-to-date entry is the least
+                _, place, rank = heap[0]
+                heapq.heapreplace(heap, (sent[rank], place, rank))
+            source_rank = heap[0][2]
             sent[source_rank] += sizes[index]
             chosen[index] = owners[source_rank]
     return cast(list[_Owner], chosen)

@@ -21,6 +21,7 @@ from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
+from megatron_rl.redaction import hold
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine_placement import (
     LAUNCHER_VARIABLE,
@@ -68,6 +69,7 @@ class EngineLaunchSpec:
         placements = place_engine(rollout, self.number)
         architectures = read_config(self.model_path).get("architectures") or ()
         key, (port, meeting_port) = secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
+        hold(key)
         meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
         processes = []
         for placement in placements:

@@ -33,13 +33,20 @@ def _clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
 
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only this user can read."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 class EngineProcess:
     """One server process in its own session. Its output goes to `log`."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
         self._has_launcher = bool(environment.get(LAUNCHER_VARIABLE))
-        with open(log, "ab") as log_file:
+        with open(log, "ab", opener=_open_private) as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
-from rollout_sglang import process
+from rollout_sglang import access, process
 from rollout_sglang.platform import stub_modules
 
 stub_modules.install()
@@ -71,13 +71,13 @@ def main(arguments: list[str]) -> None:
     from rollout_sglang.hooks import registry
 
     registry.verify()
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
 
     store, meeting = _meet_ranks(arguments[2:])
-    key = os.environ.pop(process.API_KEY_VARIABLE)
+    access.require_key(app, os.environ.pop(process.API_KEY_VARIABLE))
     launch_server(
-        prepare_server_args([*arguments[2:], *meeting, "--api-key", key]),
+        prepare_server_args([*arguments[2:], *meeting]),
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )

@@ -31,6 +31,7 @@ from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.preflight import EVAL, Facts, check
+from megatron_rl.redaction import redact_data
 from megatron_rl.reporting.eval_page import print_results, write_page
 from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.rewards.scorer import Scorer, check_rewards, check_verdicts
@@ -109,7 +110,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         },
         "comparison": compare_tallies(tallies["checkpoint"], tallies["baseline"], ks) if "baseline" in tallies else [],
     }
-    replace_file(folder / "eval.json", json.dumps(results, indent=1) + "\n")
+    replace_file(folder / "eval.json", json.dumps(redact_data(results), indent=1) + "\n")
     write_page(folder)
     print_results(results)
     return folder
@@ -123,7 +124,7 @@ def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalC
     """Create and return the folder for the results: --output, RUN_DIR/eval/step_N for a run's checkpoint, or LOG.DIR/eval/NAME."""
     try:
         if request.output is not None:
-            request.output.mkdir(parents=True, exist_ok=True)
+            request.output.mkdir(mode=0o700, parents=True, exist_ok=True)
             return request.output
         return make_unique_folder((checkpoint.run_dir or config.log.dir) / "eval", request.checkpoint.resolve().name)
     except OSError as error:

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, MAX_TOKENS, MAX_WORKERS, ConfigSection
 from megatron_rl.plugs import AGENTS
 
 
@@ -17,17 +17,17 @@ class AgentConfig(ConfigSection):
     """Agent program with its arguments, used instead of `name`. It reads the problem from standard input as one line of JSON."""
     tool_parser: str = ""
     """SGLang's name for the format of the policy's tool calls, such as `qwen25`. If empty, tool calls are not parsed."""
-    max_calls: int = Field(16, ge=1)
+    max_calls: int = Field(16, ge=1, le=MAX_COUNT)
     """Maximum number of policy responses in one episode, over all its conversations. Each has at most `rollout.max_new_tokens` tokens."""
-    max_tokens: int = Field(4096, ge=2)
+    max_tokens: int = Field(4096, ge=2, le=MAX_TOKENS)
     """Maximum number of tokens in one conversation, including tokens that the policy did not write."""
     own_reward: bool = False
     """Whether the agent returns the reward of its episode. If true, no reward function is called."""
-    workers: int = Field(32, ge=1)
+    workers: int = Field(32, ge=1, le=MAX_WORKERS)
     """Number of episodes that run at the same time, each in its own process."""
-    timeout: float = Field(300.0, gt=0)
+    timeout: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Time limit for one episode in seconds. After that its processes are terminated and `reward.on_error` applies."""
-    memory_mb: int = Field(4096, ge=256)
+    memory_mb: int = Field(4096, ge=256, le=MAX_MB)
     """Address-space limit of an agent process in MiB."""
 
     @model_validator(mode="after")

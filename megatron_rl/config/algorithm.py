@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, ConfigSection
 from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ class AlgorithmConfig(ConfigSection):
 
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"] = "grpo"
     """Preset. `PRESETS` above lists the defaults that each name changes."""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: int = Field(1, ge=1, le=MAX_COUNT)
     """Optimizer steps per rollout. The batch is split into this many parts. With 1 and `old_policy = "trainer"`, every ratio is 1, so
     nothing is clipped."""
 
@@ -89,7 +89,7 @@ class AlgorithmConfig(ConfigSection):
     token with a positive advantage."""
     dual_clip: float | None = Field(None, gt=1)
     """Dual-clip PPO: the loss of a negative advantage A is at most -dual_clip * A, however large the ratio. Unbounded by default."""
-    calibrate_every: int = Field(0, ge=0)
+    calibrate_every: int = Field(0, ge=0, le=MAX_STEPS)
     """RL steps between calibrations of both `ppo` bounds if the trainer quantizes. A calibration compares ratios with those of an
     unquantized forward pass. 0 keeps the bounds as set."""
     cov_ratio: float = Field(2e-4, gt=0, le=1)
@@ -125,7 +125,7 @@ class AlgorithmConfig(ConfigSection):
     """Mask the policy loss of tokens with a negative advantage in completions whose mean of old_logp - logp exceeds this value
     (DeepSeek-V3.2). A ratio can only differ from 1 with `updates_per_step` above 1 or `old_policy = "engine"`."""
 
-    dynamic_sampling_max_rounds: int = Field(0, ge=0)
+    dynamic_sampling_max_rounds: int = Field(0, ge=0, le=MAX_COUNT)
     """Maximum number of sampling rounds to fill the batch with groups whose rewards differ. 0 uses all groups."""
     accuracy_low: float = Field(0.0, ge=0, lt=1)
     """Dynamic sampling: minimum fraction of correct responses in a group."""

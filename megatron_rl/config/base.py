@@ -7,6 +7,18 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 MAX_RANKS = 1 << 16
 """Largest number of ranks, engines, or stages. Checks and estimates loop over them before anything starts."""
+MAX_TOKENS = 1 << 24
+"""Largest number of tokens of a sequence or of a micro-batch."""
+MAX_COUNT = 1 << 20
+"""Largest number of anything that a step holds in memory or repeats, such as prompts, samples, or retries."""
+MAX_STEPS = 1 << 31
+"""Largest number of steps or epochs."""
+MAX_WORKERS = 1 << 12
+"""Largest number of worker processes of one kind."""
+MAX_SECONDS = 1e6
+"""Longest time limit in seconds. The system's calls take milliseconds as 32-bit integers."""
+MAX_MB = 1 << 24
+"""Largest amount of memory in MiB."""
 
 
 class ConfigSection(BaseModel):

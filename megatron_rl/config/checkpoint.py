@@ -4,15 +4,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_STEPS, ConfigSection
 
 
 class CheckpointConfig(ConfigSection):
     """When checkpoints are written, and which run is resumed."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(0, ge=0, le=MAX_STEPS)
     """RL steps between checkpoints. 0 writes one checkpoint, at the end of the run."""
-    keep: int = Field(3, ge=0)
+    keep: int = Field(3, ge=0, le=MAX_STEPS)
     """Number of most recent checkpoints to keep. 0 keeps all checkpoints."""
     resume: str = "never"
     """`never` starts a new run. `auto` resumes the latest run under `log.dir` unless it is finished, or starts a new run if there is none.

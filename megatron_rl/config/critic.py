@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_STEPS, ConfigSection
 from megatron_rl.config.train import TrainConfig
 
 
@@ -17,9 +17,9 @@ class CriticConfig(ConfigSection):
     ([1, hidden]) if the checkpoint has this tensor, and starts at 0 otherwise."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of Adam. It decays like the policy's learning rate, to the same fraction of its peak."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps of linear learning-rate warm-up."""
-    critic_warmup: int = Field(0, ge=0)
+    critic_warmup: int = Field(0, ge=0, le=MAX_STEPS)
     """RL steps at the start of the run in which only the critic is trained."""
     cliprange_value: float = Field(0.5, gt=0)
     """Value clipping range in units of the reward. A token's value loss stops decreasing once an RL step has moved its value further, which

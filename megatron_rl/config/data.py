@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, MAX_TOKENS, ConfigSection
 from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
@@ -112,7 +112,7 @@ class TrainDataSourceConfig(DataSourceConfig):
     """Minimum pass rate of the problems in an epoch. Problems with an unknown pass rate are always included."""
     pass_rate_high: float = Field(1.0, gt=0, le=1)
     """Maximum pass rate of the problems in an epoch."""
-    recheck_every: int = Field(0, ge=0)
+    recheck_every: int = Field(0, ge=0, le=MAX_STEPS)
     """Period in epochs at which an epoch contains all problems, because measured pass rates may have changed. With 0, excluded problems
     stay excluded."""
 
@@ -181,11 +181,11 @@ class DataConfig(ConfigSection):
     prompts."""
     system_prompt: str = ""
     """System message for `chat`. It replaces a system message at the start of a row's `messages`. If empty, that message is kept."""
-    max_prompt_tokens: int = Field(512, ge=1)
+    max_prompt_tokens: int = Field(512, ge=1, le=MAX_TOKENS)
     """Maximum prompt length in tokens. Problems with longer prompts are dropped, and their number is logged."""
-    eval_size: int = Field(128, ge=1)
+    eval_size: int = Field(128, ge=1, le=MAX_COUNT)
     """Number of problems of each held-out set to evaluate."""
-    eval_every: int = Field(5, ge=1)
+    eval_every: int = Field(5, ge=1, le=MAX_STEPS)
     """RL steps between evaluations. The initial policy (step 0) and the last step are always evaluated."""
     seed: int = 0
     """Random seed of the problems' order and of the evaluated subset."""

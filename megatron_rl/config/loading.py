@@ -10,11 +10,16 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from megatron_rl.config.base import flatten
 from megatron_rl.config.errors import find_field, to_user_error
 from megatron_rl.config.run import Config
 from megatron_rl.errors import UserError
+from megatron_rl.redaction import MASK, find_secret, hold_variable, redact
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_SECRET_FIX = "put the secret in an environment variable; reward servers have `token_env`, and your own code can read its environment"
 
 
 def load_config(
@@ -27,9 +32,11 @@ def load_config(
     """Read a TOML file, apply `--section.key=value` overrides, and validate the result.
 
     Relative paths in the file are relative to the working directory. `root` may be a configuration with additional sections, and `more` a
-    second file with these sections. Raise UserError if the file cannot be read, is not valid TOML, or has an unknown key or a bad value.
+    second file with these sections. Raise UserError if the file cannot be read, is not valid TOML, has an unknown key or a bad value, or
+    contains a secret.
     """
     table = apply_overrides(_read_toml(path) | (_read_toml(more) if more else {}), overrides)
+    _refuse_secrets(table)
     try:  # from JSON even a strict model accepts a string as Path and a list as tuple
         return root.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
@@ -49,6 +56,22 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str
                 raise UserError(f"--{path}", text, f"{'.'.join(sections[:depth])} is a value, not a section")
         target[key] = _override_value(path, text)
     return result
+
+
+def _refuse_secrets(table: dict[str, Any]) -> None:
+    """Raise UserError for a value that contains a secret, because a run writes its configuration. Mask the environment variables that
+    options `*_env` name from now on."""
+    for field, value in flatten(table).items():
+        name = field.rpartition(".")[2]
+        if name.endswith("_env") and isinstance(value, str) and value:
+            if not _VARIABLE.fullmatch(value):  # it may be the secret itself
+                rule = "must be the name of an environment variable, in capital letters"
+                raise UserError(field, MASK, rule, f'export SECRET=..., and write {name} = "SECRET"')
+            hold_variable(value)
+        elif secret := find_secret(name, value):
+            shown = redact(value) if isinstance(value, str) else value
+            rule = f"{secret}, and a run writes its configuration to its folder"
+            raise UserError(field, MASK if shown == value else shown, rule, _SECRET_FIX)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_RANKS, ConfigSection
 from parallel.adapters import AdapterGeometry
 from parallel.model_geometry import ModelGeometry
 
@@ -14,7 +14,7 @@ class LoraConfig(ConfigSection):
     """LoRA adapters: y = W x + alpha / rank * B (A x). Only A and B are trained; W and all other weights stay frozen. Adapters have the
     dtype `precision.high`. There is no dropout, because the engine could not reproduce it."""
 
-    rank: int = Field(16, ge=8, multiple_of=8)
+    rank: int = Field(16, ge=8, multiple_of=8, le=MAX_RANKS)
     """Number of rows of A and columns of B."""
     alpha: float = Field(32.0, gt=0)
     """Numerator of the adapter scale, alpha / rank."""

@@ -7,8 +7,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, MAX_TOKENS, MAX_WORKERS, ConfigSection
 from megatron_rl.plugs import REWARDS
+from megatron_rl.redaction import MASK
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "exact": ("pattern",),
@@ -32,19 +33,19 @@ class RewardFunctionConfig(ConfigSection):
     pattern: str = Field("", min_length=1)
     """`format`: regular expression that must match the whole completion. `exact`: regular expression whose last match contains the answer,
     in its first group if it has one. A dot also matches line breaks."""
-    full_tokens: int = Field(0, ge=0)
+    full_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     """`length`: number of completion tokens at which a correct completion has the value 1."""
-    zero_tokens: int = Field(0, ge=0)
+    zero_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     """`length`: number of completion tokens at which the value is 0. It is interpolated linearly in between and constant beyond."""
     url: str = Field("", min_length=1)
     """`http`: URL that completions are posted to."""
     token_env: str = Field("", min_length=1)
     """`http`: environment variable with a bearer token. If empty, no token is sent."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
     """`http`: completions per request."""
-    timeout: float = Field(60.0, gt=0)
+    timeout: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """`http`: time limit for one request in seconds."""
-    retries: int = Field(2, ge=0)
+    retries: int = Field(2, ge=0, le=MAX_COUNT)
     """`http`: number of retries after a connection error, a timeout, or status 429, 502, 503 or 504."""
 
     @model_validator(mode="after")
@@ -57,7 +58,8 @@ class RewardFunctionConfig(ConfigSection):
         if self.name == "length" and self.full_tokens == self.zero_tokens:
             raise ValueError(f"full_tokens and zero_tokens are both {self.full_tokens}; they must differ")
         if self.name == "http" and not _is_http(self.url):
-            raise ValueError(f"url {self.url!r} must be a URL such as http://host:8000/score")
+            shown = MASK if "@" in self.url else repr(self.url)  # what stands before an @ may be a password
+            raise ValueError(f"url {shown} must be a URL such as http://host:8000/score")
         return self
 
     @model_serializer(mode="wrap")
@@ -85,12 +87,12 @@ class RewardConfig(ConfigSection):
     max_error_share: float = Field(0.5, ge=0, le=1)
     """Maximum share of a step's or an evaluation's completions without a verdict, because a function, server, environment or agent failed.
     Above it, or if no completion has a verdict, the run ends."""
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=MAX_WORKERS)
     """Number of worker processes."""
-    timeout: float = Field(5.0, gt=0)
+    timeout: float = Field(5.0, gt=0, le=MAX_SECONDS)
     """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The
     first completion of each data set in a worker may take 120 s, because many functions load something then."""
-    memory_mb: int = Field(4096, ge=256)
+    memory_mb: int = Field(4096, ge=256, le=MAX_MB)
     """Address-space limit of one worker in MiB."""
 
     @field_validator("function")

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megatron_rl.config.base import MAX_RANKS, ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_RANKS, MAX_SECONDS, MAX_TOKENS, ConfigSection
 from megatron_rl.config.hosts import Host
 from megatron_rl.types import SamplingParams
 from parallel.layout import EngineLayout
@@ -41,12 +41,12 @@ class RolloutConfig(ConfigSection):
     nodes_per_engine: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of nodes that each engine's ranks are evenly spread over. Must divide `tp` and the number of `hosts`. See
     docs/guides/slurm.md."""
-    prompts_per_step: int = Field(32, ge=1, le=1 << 20)
+    prompts_per_step: int = Field(32, ge=1, le=MAX_COUNT)
     """Number of prompts per RL step."""
-    over_sampling_prompts: int = Field(0, ge=0, le=1 << 20)
+    over_sampling_prompts: int = Field(0, ge=0, le=MAX_COUNT)
     """Additional prompts to sample per step. Once `prompts_per_step` groups are complete, the slowest groups are aborted. The next step
     samples them again and does not abort them again, so no problem is skipped."""
-    group_size: int = Field(8, ge=1, le=1 << 20)
+    group_size: int = Field(8, ge=1, le=MAX_COUNT)
     """Number of completions per prompt. 1 is only possible if the advantage does not compare completions, as with `gae`."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature, which divides the logits."""
@@ -59,15 +59,15 @@ class RolloutConfig(ConfigSection):
     """Sample from tokens whose probability is at least this fraction of the highest probability."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)] = Field((), max_length=32)
     """One or more strings that end a response, like the end token. The tokens of the string stay in the response and are trained on."""
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(512, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens in one response."""
-    max_running_requests: int = Field(256, ge=1)
+    max_running_requests: int = Field(256, ge=1, le=MAX_COUNT)
     """Maximum number of sequences that an engine decodes at the same time."""
-    max_total_tokens: int = Field(65536, ge=256)
+    max_total_tokens: int = Field(65536, ge=256, le=1 << 32)
     """Capacity of an engine's KV cache in tokens."""
     enable_prefix_caching: bool = True
     """Whether to keep the KV cache of prompts and responses for later requests with the same prefix, until the next sync."""
-    chunked_prefill_size: int | None = Field(None, ge=1)
+    chunked_prefill_size: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Maximum number of prompt tokens that an engine computes in one batch. Longer prompts are split. Defaults to SGLang's choice."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Additional SGLang server arguments by name, such as `mem_fraction_static = 0.8`. Arguments that would break exactness or conflict
@@ -75,13 +75,13 @@ class RolloutConfig(ConfigSection):
     hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
     """Nodes with engines, which are evenly spread over them. Each entry is the address of the network interface that the node's engines
     listen on, either loopback or in a private network. See docs/guides/slurm.md and docs/guides/security.md."""
-    start_timeout: float = Field(300.0, gt=0)
+    start_timeout: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Seconds that an engine may take to start."""
-    request_timeout: float = Field(600.0, gt=0)
+    request_timeout: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """Seconds that one generation or sync request may take."""
-    health_timeout: float = Field(60.0, gt=0)
+    health_timeout: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """Seconds that a busy engine may leave a health check unanswered. After that it is considered hung and terminated."""
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: int = Field(3, ge=0, le=MAX_COUNT)
     """Maximum number of engine restarts between two policy versions. With 0, the first engine failure ends the run."""
 
     @property

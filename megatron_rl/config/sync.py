@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, ConfigSection
 from megatron_rl.config.hosts import Host
 from megatron_rl.errors import as_user_error
 from parallel.chunking import CHUNKS_IN_FLIGHT
@@ -22,7 +22,7 @@ class SyncConfig(ConfigSection):
     """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through host memory,
     even if trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs. Or your own as
     `module:attribute`."""
-    bucket_mb: int = Field(256, ge=1)
+    bucket_mb: int = Field(256, ge=1, le=MAX_MB)
     """Maximum additional memory in MiB that a sync uses in one trainer or engine process."""
     staged: bool = False
     """Whether to transfer into a second copy of the weights while the engine keeps serving. The engine then only pauses for a local copy,
@@ -36,7 +36,7 @@ class SyncConfig(ConfigSection):
     delta: Literal["auto", "on", "off"] = "off"
     """Whether to send only the bytes that changed since the last proved sync. All bytes are still proved. CPU only, and needs a copy of the
     sent weights in the trainer's host memory. `auto`: only between hosts, and only for syncs in which it saves at least half."""
-    canary: int = Field(2, ge=0)
+    canary: int = Field(2, ge=0, le=MAX_COUNT)
     """Number of prompts that each engine answers first after a sync. The trainer compares their log-probs before it accepts other
     responses. 0 disables the canary."""
     canary_bound: float | None = Field(None, ge=0, allow_inf_nan=True)
@@ -51,7 +51,7 @@ class SyncConfig(ConfigSection):
     """`process_group`, `gloo`: address of the first trainer rank's host, which all ranks connect to."""
     dir: Path | None = None
     """`disk`: the shared folder."""
-    timeout: float = Field(600.0, gt=0)
+    timeout: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """Seconds that the trainer and the engines wait for each other."""
 
     @property

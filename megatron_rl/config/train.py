@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from megatron_rl.config.base import MAX_RANKS, ConfigSection
+from megatron_rl.config.base import MAX_RANKS, MAX_STEPS, MAX_TOKENS, ConfigSection
 from megatron_rl.errors import as_user_error
 from parallel.layout import Layout
 
@@ -61,13 +61,13 @@ class TrainConfig(ConfigSection):
     and all within a layer. On a CPU, logits are always recomputed."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of Adam, reached after `warmup_steps`."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps of linear learning-rate warm-up."""
     decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
     """How the learning rate decays to `min_learning_rate` after the warm-up. `WSD`: it stays constant until the last `wsd_decay_steps`."""
-    decay_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps until the decay ends, including the warm-up. 0 means the whole run."""
-    wsd_decay_steps: int = Field(0, ge=0)
+    wsd_decay_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps of the final linear decay of `WSD`."""
     min_learning_rate: float = Field(0.0, ge=0)
     """Learning rate after the decay."""
@@ -89,10 +89,10 @@ class TrainConfig(ConfigSection):
     mtp_loss_scaling_factor: float = Field(0.0, ge=0)
     """Weight of the loss of a model's multi-token prediction layers; only these layers learn from it. 0 keeps them unchanged. 0.1 and 0.2
     are common. See docs/guides/checkpoints.md."""
-    micro_batch_tokens: int = Field(8192, ge=1)
+    micro_batch_tokens: int = Field(8192, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens per micro-batch of one rank, in which sequences are packed. A longer sequence gets its own micro-batch.
     Context-parallel ranks pack up to cp times as many tokens."""
-    steps: int = Field(30, ge=1)
+    steps: int = Field(30, ge=1, le=MAX_STEPS)
     """Number of RL steps, which is also the number of policy versions."""
     seed: int = 0
     """Random seed of the trainer and of sampling."""

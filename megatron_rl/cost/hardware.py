@@ -18,8 +18,8 @@ CACHE_BANDWIDTH = 5.5e12
 """Bytes/s from Hopper's L2 cache to all multiprocessors. An assumption; data sheets do not list it."""
 NETWORK_BANDWIDTH = 50e9
 """Bytes/s per direction of a GPU's own network adapter (400 Gbit/s, one per GPU, as in NVIDIA's reference nodes)."""
-MAX_NODES, MAX_GPUS_PER_NODE = 8192, 256
-"""Largest cluster that `plan` searches and `rehearse` fakes; the search grows with the number of GPUs."""
+MAX_GPUS = 1 << 14
+"""Largest cluster that `plan` searches and `rehearse` fakes. The time of the search grows with it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,12 @@ class Cluster:
         Raise UserError for sizes that are not positive or above any real cluster, and for unknown GPUs.
         """
         nodes = -(-needed_gpus // max(gpus_per_node, 1)) if nodes is None else nodes
-        for option, value, most in (("--nodes", nodes, MAX_NODES), ("--gpus-per-node", gpus_per_node, MAX_GPUS_PER_NODE)):
+        for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
             if value < 1:
                 raise UserError(option, value, "must be a positive number", "give 1 or more")
-            if value > most:
-                raise UserError(option, value, f"must be at most {most:,}", "give the size of a real cluster, or smaller layouts")
+        if nodes * gpus_per_node > MAX_GPUS:
+            rule = f"with {gpus_per_node} GPUs each are more than the {MAX_GPUS:,} GPUs that can be planned"
+            raise UserError("--nodes", nodes, rule, "give a smaller cluster, or use smaller layouts")
         if gpu.lower() not in GPUS:
             raise UserError("--gpu", gpu, "is not known", f"use one of {', '.join(GPUS)}")
         return cls(nodes, gpus_per_node, GPUS[gpu.lower()])

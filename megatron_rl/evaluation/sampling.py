@@ -10,6 +10,7 @@ from itertools import islice
 from typing import IO
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
+from megatron_rl.redaction import redact_data
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import assign_rewards, derive_seed
@@ -45,7 +46,7 @@ def append_completions(file: IO[str], side: str, scored: Sequence[tuple[Problem,
             "finish_reason": outcome.finish_reason,
             "error": outcome.reward.error,
         }
-        file.write(json.dumps(row) + "\n")  # ASCII, because a completion may contain half a surrogate pair
+        file.write(json.dumps(redact_data(row)) + "\n")  # ASCII, because a completion may contain half a surrogate pair
     file.flush()
     os.fsync(file.fileno())
 

@@ -28,6 +28,8 @@ _MOST_BYTES = 128 << 20  # the largest known tokenizer file has 34 MB
 def read_object(path: Path, field: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raise UserError, naming `field`, if the file is unreadable or holds anything else."""
     try:
+        if (size := os.path.getsize(path)) > _MOST_BYTES:
+            raise UserError(field, str(path), f"has {size:,} bytes, more than {_MOST_BYTES:,}", "the file is damaged")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(field, str(path), f"cannot be read ({error.strerror})", "check the file and its permissions") from None
@@ -121,6 +123,17 @@ def read_index(folder: Path, field: str) -> dict[str, str]:
         raise UserError(field, str(path), f"is not a safetensors index: it {error.rule}", error.fix) from None
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise UserError(field, str(path), "is not a safetensors index", "`weight_map` must map tensor names to file names")
-    if outside := [file for file in index.values() if os.path.isabs(file) or ".." in Path(file).parts]:
-        raise UserError(field, str(path), f"names {outside[0]}, which is not a file of this folder", "correct the index")
+    for file in sorted(set(index.values())):
+        if not file or "\0" in file or os.path.isabs(file) or ".." in Path(file).parts:
+            raise UserError(field, str(path), f"names {file!r:.80}, which is not a file of this folder", "correct the index")
+        if _leads_out(folder, file):
+            fix = "copy the file into the folder"
+            raise UserError(field, str(path), f"names {file!r:.80}, which is a link out of this folder", fix)
     return index
+
+
+def _leads_out(folder: Path, file: str) -> bool:
+    """Return whether a file of a folder is a link to another place, other than the files of the hub's cache."""
+    target = Path(os.path.realpath(folder / file))
+    is_cached = target.parent.name == "blobs" and target.parents[1].name.startswith("models--")
+    return not is_cached and not target.is_relative_to(os.path.realpath(folder))

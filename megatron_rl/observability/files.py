@@ -1,4 +1,4 @@
-"""Files and folders that readers never see half written."""
+"""Files and folders that readers never see half written. Folders are only readable by their user."""
 
 import os
 from pathlib import Path
@@ -18,13 +18,13 @@ def replace_file(path: Path, text: str, durable: bool = False) -> Path:
 
 
 def make_unique_folder(parent: Path, name: str) -> Path:
-    """Create and return a new folder: `name`, or `name-2`, `name-3`, ... if the name is taken."""
+    """Create and return a new folder, which only this user can enter: `name`, or `name-2`, `name-3`, ... if the name is taken."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             return folder
         except FileExistsError:
             number += 1

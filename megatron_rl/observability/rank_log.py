@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.errors import MegatronRLError
+from megatron_rl.redaction import redact
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
         except BaseException as error:
             expected = isinstance(error, MegatronRLError | SystemExit | KeyboardInterrupt)
             text = f"ended: {type(error).__name__}: {error}\n" if expected else traceback.format_exc()
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(text)}")
             raise
         finally:
             faulthandler.disable()
@@ -39,10 +40,17 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
                 logging.getLogger().removeHandler(handler)
 
 
+class _RedactingFormatter(logging.Formatter):
+    """Masks secrets in messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 def _add_handlers(file: IO[str]) -> list[logging.Handler]:
     """Log warnings to the file in addition to their previous destination, which is stderr if no handler was installed."""
     root, file_handler = logging.getLogger(), logging.StreamHandler(file)
-    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file_handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     file_handler.setLevel(logging.WARNING)
     handlers: list[logging.Handler] = [file_handler]
     if not root.handlers and logging.lastResort is not None:

@@ -10,7 +10,8 @@
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
 
 A crash can happen at any moment, so each metrics line is on disk before the next step starts, and a run counts as finished only if
-`run.json` says so. A metric that was not measured is absent. A metric that is NaN or infinite is `null`, because JSON has no NaN.
+`run.json` says so. A metric that was not measured is absent. A metric that is NaN or infinite is `null`, because JSON has no NaN. Secrets
+are masked (`megatron_rl.redaction`).
 """
 
 import fcntl
@@ -30,6 +31,7 @@ from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_u
 from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.trackers import Trackers
+from megatron_rl.redaction import redact, redact_data
 
 _ROOM, _ROOM_BYTES = ".room", 1 << 20
 """File that holds space free for the end of a run: run.json, lines of run.log, and what TensorBoard has not written."""
@@ -57,7 +59,7 @@ class RunLog:
         self._display = ProgressDisplay(self._total_steps)
         self._trackers = Trackers(self.write_event)
         try:
-            self._trackers.start(run["config"].get("log", {}).get("trackers", ()), folder, run["config"], resume_step)
+            self._trackers.start(run["config"].get("log", {}).get("trackers", ()), folder, redact_data(run["config"]), resume_step)
         except UserError as error:
             self.finish("broken", str(error))
             raise
@@ -116,7 +118,7 @@ class RunLog:
 
     def write_event(self, text: str) -> None:
         """Print one line and write it to run.log with the time. Line breaks become " | "."""
-        text = " | ".join(text.splitlines())
+        text = " | ".join(redact(text).splitlines())
         self._display.print_line(text)
         self._write_log(text)
 
@@ -185,7 +187,8 @@ class RunLog:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = self._files[name]
-        file.write("".join(json.dumps(_replace_non_finite(row), allow_nan=False, default=_to_json_value) + "\n" for row in rows))
+        clean = redact_data([_replace_non_finite(row) for row in rows])
+        file.write("".join(json.dumps(row, allow_nan=False, default=_to_json_value) + "\n" for row in clean))
         file.flush()
         os.fsync(file.fileno())
 
@@ -195,7 +198,7 @@ class RunLog:
             self._files["run.log"].flush()
 
     def _write_run(self) -> None:
-        run = _replace_non_finite(self._run | {"metrics": dump_declarations()})
+        run = redact_data(_replace_non_finite(self._run | {"metrics": dump_declarations()}))
         text = json.dumps(run, indent=2, default=_to_json_value, allow_nan=False)
         replace_file(self.dir / "run.json", text, durable=True)
 

@@ -9,6 +9,7 @@ from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import STEP_SECONDS, Declarations, MetricValue
 from megatron_rl.observability.files import replace_file
+from megatron_rl.redaction import redact
 from megatron_rl.reporting.plots import SECTIONS, Panel, Plot, render_svg
 from megatron_rl.reporting.report import RunFacts, read_facts, render_page
 
@@ -35,7 +36,7 @@ def write_comparison(run_dirs: Sequence[Path], output: Path | None) -> Path:
     )
     path = output or common / "comparison.html"
     try:
-        return replace_file(path, page)
+        return replace_file(path, redact(page))
     except OSError as error:
         raise UserError("--output", str(path), f"cannot be written ({error.strerror})", "name another file") from None
 

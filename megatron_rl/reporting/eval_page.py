@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl
+from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import (
     format_difference,
     format_estimates,
@@ -49,7 +50,7 @@ def write_page(folder: Path) -> Path:
         argv=results["argv"],
         config=format_toml(results["config"]),
     )
-    return replace_file(folder / "eval.html", page)
+    return replace_file(folder / "eval.html", redact(page))
 
 
 def _make_tiles(results: dict[str, Any]) -> list[SummaryTile]:

@@ -18,6 +18,7 @@ from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, de
 from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import is_abandoned, read_jsonl, read_run
+from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import summarize_evaluations
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
 from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
@@ -96,7 +97,7 @@ def write_report(run_dir: Path) -> Path:
         config=format_toml(run.get("config") or {}),
     )
     try:
-        return replace_file(run_dir / "report.html", page)
+        return replace_file(run_dir / "report.html", redact(page))
     except OSError as error:
         raise UserError("RUN_DIR", str(run_dir), f"report.html cannot be written ({error.strerror})", "make the folder writable") from None
 

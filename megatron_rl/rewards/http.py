@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
+from megatron_rl.redaction import hold
 from megatron_rl.types import Problem, Reward
 
 _MOST_REQUESTS = 8  # maximum number of concurrent requests
@@ -45,6 +46,7 @@ class HttpRewardClient:
             if not (token.isascii() and token.isprintable() and token):
                 rule = "this environment variable must hold the server's bearer token, in printable ASCII"
                 raise UserError("reward.functions.token_env", part.token_env, rule, f"export {part.token_env}=...")
+            hold(token)
             self._headers["Authorization"] = f"Bearer {token}"
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:

@@ -34,7 +34,7 @@ def read(config: HFConfig) -> ModelGeometry:
         rope=rope,
         experts=read_experts(config),
         latent=latent,
-        mtp_layers=config.size("num_nextn_predict_layers", least=0),
+        mtp_layers=config.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),
     )
 
 

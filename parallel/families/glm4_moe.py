@@ -3,7 +3,7 @@ config.json says whether q, k and v have biases, and whether q and k heads are n
 
 from parallel import mtp_layers
 from parallel.families.deepseek_v3 import read_experts
-from parallel.hf_config import HFConfig
+from parallel.hf_config import MOST_LAYERS, HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 
@@ -26,5 +26,5 @@ def read(config: HFConfig) -> ModelGeometry:
         rope=config.rope("yarn", share=0.5),
         experts=read_experts(config),
         tied_in_engine=False,
-        mtp_layers=config.size("num_nextn_predict_layers", least=0),
+        mtp_layers=config.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),
     )

@@ -11,6 +11,7 @@ KNOWN_VERSIONS = ("0.5.23",)
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 _BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
 _COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
+_FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
@@ -27,7 +28,7 @@ def check_version() -> None:
 
 
 def _list_hooks() -> list[Hook]:
-    from rollout_sglang import rank_handler
+    from rollout_sglang import access, rank_handler
     from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
@@ -55,7 +56,9 @@ def _list_hooks() -> list[Hook]:
             ("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.__init__", adapters.add_to_experts, "AROUND"),
             ("sglang.srt.model_loader.loader.DefaultModelLoader.load_model", startup.load_adapters, "AROUND"),
         ]
-    return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
+    if torch.cuda.is_available():
+        return [*hooks, (_FREEZE, access.freeze_with_key, "REPLACE"), *list_gpu_hooks()]
+    return hooks + list_cpu_hooks()
 
 
 def list_gpu_hooks() -> list[Hook]:
@@ -76,7 +79,7 @@ def list_cpu_hooks() -> list[Hook]:
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
-        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", startup.skip_freezing, "REPLACE"),
+        (_FREEZE, startup.skip_freezing, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),
         (_INT8_LINEAR + "apply", cpu_kernels.apply_int8_linear, "REPLACE"),
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),
