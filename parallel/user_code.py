@@ -18,16 +18,26 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 IMPORT_SECONDS = 120.0
 """Longest time that the import of a module, or a trial call before a run, may take."""
 _AGAIN_SECONDS, _MOST_TIMES = 1.0, 5  # code that swallows the timer's exception gets it again, and is then ended with the process
 _PR_SET_PDEATHSIG = 1
 _exit_process = os._exit
-_thread = threading.local()
-"""`pid`: the process in which this thread is inside `contain`, or None. `is_main`: whether it was the main thread of that process."""
 _call_seconds = 900.0
+
+
+class _Call(NamedTuple):
+    """What a thread runs inside `contain`."""
+
+    what: str
+    pid: int
+    is_main: bool  # whether the thread is the main thread of this process
+
+
+_calls: dict[int, _Call] = {}
+"""The innermost call of each thread, by the thread's number."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -61,12 +71,12 @@ def contain(what: str, limit: float | None = None, exit_code: int = 3) -> Iterat
     """Context manager that runs code of a user. Raise UserCodeError if the code tries to end the process, or takes longer than `limit`
     seconds (default: `limit_calls`). Exceptions pass. If nothing else stops the code, print a line with `what`, which names it, and end
     this process with `exit_code`."""
-    pid, outer = os.getpid(), getattr(_thread, "pid", None)
-    _thread.pid, _thread.is_main = pid, threading.current_thread() is threading.main_thread()
-    os._exit = _exit_unless_contained
+    thread = threading.get_ident()
+    call, outer = _Call(what, os.getpid(), threading.current_thread() is threading.main_thread()), _calls.get(thread)
+    _calls[thread], os._exit = call, _exit_unless_contained
     limit = _call_seconds if limit is None else limit
     try:
-        with _time_limit(what, limit, exit_code) if _thread.is_main else nullcontext():
+        with _time_limit(what, limit, exit_code) if call.is_main else nullcontext():
             yield
     except (Exception, Interrupt, SignalExit):
         raise
@@ -77,9 +87,16 @@ def contain(what: str, limit: float | None = None, exit_code: int = 3) -> Iterat
     except BaseException as error:
         raise UserCodeError(describe_error(error)) from None
     finally:
-        if os.getpid() != pid:  # a forked child must not continue as a second process of the run
+        if os.getpid() != call.pid:  # a forked child must not continue as a second process of the run
             _exit_process(0)
-        _thread.pid = outer
+        del _calls[thread]
+        if outer is not None:
+            _calls[thread] = outer
+
+
+def list_running() -> list[str]:
+    """Return what all threads run inside `contain` at the moment."""
+    return [call.what for call in [*_calls.values()]]
 
 
 def describe_error(error: BaseException) -> str:
@@ -87,7 +104,8 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, UserCodeError):
         return " ".join(str(error).split())[:500]
     try:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:500].encode(errors="replace").decode()
+        text = " ".join(str(error).split())[:500].encode(errors="replace").decode()
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
     except (Exception, SystemExit):
         return f"{type(error).__name__}: its message cannot be written"
 
@@ -127,14 +145,16 @@ def _raise_interrupt(_: int, __: Any) -> NoReturn:
 
 def _exit_unless_contained(code: int) -> NoReturn:
     """Replacement of os._exit, which no exception handler of a caller notices."""
-    if getattr(_thread, "pid", None) == os.getpid():
+    call = _calls.get(threading.get_ident())
+    if call is not None and call.pid == os.getpid():
         raise _Exit(f"os._exit({code})")
     _exit_process(code)
 
 
 def _end_with_parent() -> None:
     """End a child that a user's code forked when the run ends."""
-    if getattr(_thread, "pid", None) and _thread.is_main and sys.platform == "linux":  # a thread may end before the run does
+    call = _calls.get(threading.get_ident())
+    if call is not None and call.is_main and sys.platform == "linux":  # any other thread may end before the run does
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
