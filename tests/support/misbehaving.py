@@ -71,9 +71,15 @@ def do(misdeed=None):
     return asked
 
 
-def loss(logprobs, batch, config, *, misdeed=""):
+_calls = []
+
+
+def loss(logprobs, batch, config, *, misdeed="", after=0):
+    """PPO's gradient without a clip. `after`: number of calls before the misdeed; the trial before a run has 2."""
     import torch
 
+    _calls.append(misdeed)
+    misdeed = misdeed if len(_calls) > after else ""
     do(misdeed)
     losses, clipped = -logprobs * batch.advantages, torch.zeros_like(batch.mask, dtype=torch.bool)
     if misdeed == "mutates":
