@@ -19,8 +19,10 @@ from pydantic import TypeAdapter
 
 from megatron_rl.errors import MegatronRLError, RunError, UserError, as_run_error, describe_disk_error
 from megatron_rl.hf.node_lock import make_cache_folder
+from parallel.plug import find_plug_error
 from parallel.transport.process_group import listening_store, runs_on_one_node
 from parallel.transport.sealed_store import SealedStore, SealError
+from parallel.user_code import SignalExit
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
 
@@ -336,7 +338,10 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def to_run_error(error: BaseException) -> RunError | None:
-    """Translate errors for a lost rank, missing memory, or a full disk into the error to show. Return None for other errors."""
+    """Translate errors of a user's own object, or for a lost rank, missing memory, or a full disk, into the error to show. Return None for
+    other errors."""
+    if not isinstance(error, MegatronRLError | KeyboardInterrupt | SignalExit) and (failure := find_plug_error(error)):
+        return RunError(str(failure))
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in line):
         asked = re.search(r"allocate ([\d.]+ \w+)", line)
@@ -346,6 +351,6 @@ def to_run_error(error: BaseException) -> RunError | None:
         return RunError(str(error))
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
-    if failure := describe_disk_error(error):
-        return RunError(f"rank {get_rank()}: {failure}; make room, and checkpoint.resume=auto continues from the last checkpoint")
+    if disk := describe_disk_error(error):
+        return RunError(f"rank {get_rank()}: {disk}; make room, and checkpoint.resume=auto continues from the last checkpoint")
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_rl.redaction import redact
-from parallel.plug import InputError
+from parallel.plug import InputError, PlugError
 
 _ESCAPED = {ord(character): repr(character)[1:-1] for character in "\r\0"}
 
@@ -77,17 +77,21 @@ def describe_disk_error(error: BaseException) -> str:
 
 @contextmanager
 def as_run_error() -> Iterator[None]:
-    """Convert an OSError, such as a full disk, to a RunError."""
+    """Convert an OSError, such as a full disk, and the failure of a user's own object to a RunError."""
     try:
         yield
     except OSError as error:
         raise RunError(f"{error.strerror or error} ({error.filename})") from None
+    except PlugError as error:
+        raise RunError(str(error)) from None
 
 
 @contextmanager
 def as_user_error() -> Iterator[None]:
-    """Convert an InputError of `parallel` to a UserError."""
+    """Convert an InputError of `parallel`, and the failure of a user's own object before a run, to a UserError."""
     try:
         yield
     except InputError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
+    except PlugError as error:
+        raise UserError(error.field, error.name, error.reason, "see docs/extending.md") from None

@@ -6,9 +6,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from parallel.user_code import IMPORT_SECONDS, contain, describe_error
 
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -19,6 +23,18 @@ class InputError(ValueError):
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         super().__init__(f"{field} = {value}: {rule}" + (f"; {fix}" if fix else ""))
+
+
+class PlugError(RuntimeError):
+    """Raised if an object of the user's own fails while it is called. The message names the configuration field and the object."""
+
+    def __init__(self, field: str, name: str, reason: str) -> None:
+        self.field, self.name, self.reason = field, name, reason
+        super().__init__(f"{field} = {name!r}: {reason}")
+
+
+_loaded: dict[str, tuple[str, str]] = {}
+"""Field and name of each object of the user's own that this process has loaded, by the file of its module."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +60,42 @@ class Plug:
         return name
 
     def load(self, name: str) -> Any:
-        """Import the object of a name, also from the working directory. Raise InputError if there is none, or if it cannot take `takes`."""
+        """Import the object of a name, also from the working directory. Raise InputError if there is none, if it cannot take `takes`, or
+        whatever its module does: it may end the process, or not end within `IMPORT_SECONDS`."""
         fix = f"use {self._list_choices()}, which Python can find on PYTHONPATH or in the working directory"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())
         try:
             self.check_name(name)
-            loaded = importlib.import_module(module)
-            for attribute in attributes.split("."):
-                loaded = getattr(loaded, attribute)
+            with contain(f"the import of {self.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
+                loaded = importlib.import_module(module)
+                for attribute in attributes.split("."):
+                    loaded = getattr(loaded, attribute)
         except Exception as error:  # the imported module may raise anything
-            raise InputError(self.field, name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
-        if self.takes and name not in self.builtin:
-            self.check_call(name, loaded, self.takes)
+            raise InputError(self.field, name, f"cannot be imported ({describe_error(error)})", fix) from None
+        if name not in self.builtin:
+            if file := getattr(sys.modules.get(module), "__file__", None):
+                _loaded[file] = self.field, name
+            if self.takes:
+                self.check_call(name, loaded, self.takes)
         return loaded
+
+    @contextmanager
+    def call(self, name: str, limit: float | None = None, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Context manager for calls of the object of a name during a run. If it is the user's own, raise PlugError for whatever it does,
+        and for an exception of the block, such as that of a check of what it returned. Exceptions of the types `passing` pass. `limit`: as
+        for `contain`."""
+        if name in self.builtin:
+            yield
+            return
+        try:
+            with contain(f"{self.field} = {name!r}", limit):
+                yield
+        except (PlugError, *passing):
+            raise
+        except Exception as error:  # the object may raise anything
+            raise PlugError(self.field, name, f"fails ({describe_error(error)}{_locate(error)})") from None
 
     def check_call(self, name: str, function: object, takes: tuple[str, ...], what: str = "") -> None:
         """Raise InputError if a function, which is `what` of the object called `name`, does not take these positional arguments."""
@@ -66,8 +103,31 @@ class Plug:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise InputError(self.field, name, rule, "see docs/extending.md")
         try:
-            inspect.signature(function).bind(*takes)
-        except TypeError as error:
-            raise InputError(self.field, name, f"{rule}: {error}", "see docs/extending.md") from None
+            with contain(f"{self.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
+                signature = inspect.signature(function)
         except ValueError:  # some functions written in C have no signature
             return
+        except Exception as error:
+            raise InputError(self.field, name, f"has no readable signature ({describe_error(error)})", "see docs/extending.md") from None
+        try:
+            signature.bind(*takes)
+        except TypeError as error:
+            raise InputError(self.field, name, f"{rule}: {error}", "see docs/extending.md") from None
+
+
+def find_plug_error(error: BaseException) -> PlugError | None:
+    """Return the error of the object of the user's own from whose code an exception was raised, or None for other exceptions. Such code
+    also runs outside of calls, for example in a backward pass."""
+    if isinstance(error, PlugError):
+        return error
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename in _loaded:
+            return PlugError(*_loaded[frame.filename], f"fails ({describe_error(error)}{_locate(error)})")
+    return None
+
+
+def _locate(error: BaseException) -> str:
+    """Return the place in a file of the user's own at which an exception, or the one that it replaced, was raised; or ""."""
+    frames = [*traceback.extract_tb((error.__context__ or error).__traceback__), *traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if frame.filename in _loaded]
+    return f", {os.path.basename(own[-1].filename)} line {own[-1].lineno}" if own else ""

@@ -1,6 +1,7 @@
 """Engine side of a sync: receives chunks in a background thread and hashes what was written. Unstaged, bytes are written into the live
 tensors, so nothing may be served meanwhile; staged, into a second copy, which `finish` copies over the live tensors."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -25,7 +26,8 @@ class WeightReceiver:
         """Start connecting to the trainer. Raise ValueError, before anything is written, if the chunks do not fit the live tensors."""
         transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
-        self._chunks, self._timeout = chunks, link.timeout
+        self._chunks, self._timeout, self._transport = chunks, link.timeout, link.transport
+        self._arrived_at = time.monotonic()  # when the last chunk arrived, or the sync started
         self.names = sorted({name for chunk in chunks for name, _ in chunk.targets})  # live tensors that a sync fills
         self._device = next(iter(live.values())).device
         staging = {name: torch.empty_like(live[name]) for name in (self.names if staged else ())}
@@ -40,6 +42,7 @@ class WeightReceiver:
     def start(self, live: Tensors, hashing: bool, places: Sequence[Sequence[int]] | None = None) -> None:
         """Start receiving the chunks of one sync into `live`, the current tensors, or into the second copy. `places`: [offset, bytes] of
         the transferred part of each chunk if deltas are sent. A delta has fewer bytes than its chunk, or none."""
+        self._arrived_at = time.monotonic()
         packer, self._copied = self._staging or make_target_packer(live, self._chunks), []
         sent = self._chunks if places is None else [replace(c, offset=o, nbytes=n) for c, (o, n) in zip(self._chunks, places, strict=True)]
         self._received = self._thread.submit(self._receive, packer, sent, hashing and self._staging is None)
@@ -52,6 +55,8 @@ class WeightReceiver:
             self._inbox.result(self._timeout)  # raises the error if the connection failed
             raise ValueError("no sync was started")
         if not wait([self._received], _WAIT_SECONDS).done:
+            if (silent := time.monotonic() - self._arrived_at) > 2 * self._timeout:  # a transport itself ends its waits after `timeout`
+                raise TimeoutError(f"sync.transport = {self._transport!r}: no chunk arrived for {silent:.0f} s")
             return None
         digests = self._received.result()
         if self._staging is not None and not self._copied:
@@ -87,6 +92,7 @@ class WeightReceiver:
             with torch.inference_mode():
                 for chunk, part in zip(self._chunks, sent, strict=True):
                     flat = as_byte_matrix(inbox.receive(part)) if part.nbytes else _NOTHING
+                    self._arrived_at = time.monotonic()
                     is_whole = part.nbytes == chunk.nbytes
                     digests.append(
                         packer.unpack(chunk.targets, flat, hashing)

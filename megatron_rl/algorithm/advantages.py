@@ -20,7 +20,7 @@ import torch
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.errors import RunError
+from megatron_rl.errors import RunError, as_run_error
 from megatron_rl.plugs import ADVANTAGES
 
 _EPSILON = 1e-6
@@ -87,7 +87,8 @@ def _members(counted: torch.Tensor) -> torch.Tensor:
 def compute_advantages(
     rewards: Sequence[float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int, lengths: Sequence[int] | None = None
 ) -> list[float]:
-    """Return the advantages of all completions of a step, group after group. `lengths` are their sampled tokens, used by token_std."""
+    """Return the advantages of all completions of a step, group after group. `lengths` are their sampled tokens, used by token_std.
+    Raise RunError for whatever a function of the user's own does."""
     counted = torch.tensor(excluded).logical_not().view(-1, group_size)
     advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
     settings: dict[str, Any] = {}
@@ -95,7 +96,20 @@ def compute_advantages(
         settings = {"std": config.advantage_std}
     elif config.advantage == "token_std" and lengths is not None:
         settings = {"lengths": torch.tensor(lengths, dtype=torch.float64).view_as(counted)}
-    return advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted, **settings).flatten().tolist()
+    rewards_PG = torch.tensor(rewards, dtype=torch.float64).view_as(counted)
+    if config.advantage in ADVANTAGES.builtin:
+        return advantages(rewards_PG, counted, **settings).flatten().tolist()
+    with as_run_error(), ADVANTAGES.call(config.advantage):
+        return call_own_advantage(advantages, rewards_PG, counted).flatten().tolist()
+
+
+def call_own_advantage(advantages: AdvantageFunction, rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of copies of the arguments. Raise ValueError if the function returns something else than advantages."""
+    returned = advantages(rewards.clone(), counted.clone())
+    is_tensor = isinstance(returned, torch.Tensor) and returned.is_floating_point() and returned.shape == rewards.shape
+    if not is_tensor or not returned.isfinite().all() or returned.cpu()[~counted].any():
+        raise ValueError("must return finite values of the rewards' shape, and 0 if counted is False")
+    return returned.detach()
 
 
 def measure_kl(sample: TrainingSample, config: AlgorithmConfig) -> float:

@@ -2,12 +2,14 @@
 
 import torch
 
-from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.algorithm.advantages import call_own_advantage
+from megatron_rl.algorithm.policy_loss import PolicyLoss, call_own_loss
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import ADVANTAGES, LOSSES
+from parallel.user_code import IMPORT_SECONDS, contain, describe_error
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
@@ -19,17 +21,16 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         with as_user_error():
             plug.load(name)
         try:
-            run(config)
+            with contain(f"{plug.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
+                run(config)
         except Exception as error:  # user code may raise anything
-            raise UserError(plug.field, name, f"failed on a toy batch ({type(error).__name__}: {error})", "see docs/extending.md") from None
+            raise UserError(plug.field, name, f"failed on a toy batch ({describe_error(error)})", "see docs/extending.md") from None
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, -9.0]], dtype=torch.float64)
     counted = torch.tensor([[True, True, True], [True, True, False]])
-    advantages = ADVANTAGES.load(config.advantage)(rewards, counted)
-    if advantages.shape != rewards.shape or not advantages.isfinite().all() or advantages[~counted].any():
-        raise ValueError("must return finite values of the rewards' shape, and 0 if counted is False")
+    call_own_advantage(ADVANTAGES.load(config.advantage), rewards, counted)
 
 
 def _check_loss(config: AlgorithmConfig) -> None:
@@ -38,9 +39,7 @@ def _check_loss(config: AlgorithmConfig) -> None:
     samples = [TrainingSample(prompt, answer, advantage, old_logprobs=old, reference_logprobs=old) for advantage in (1.0, -1.0)]
     (batch,) = make_micro_batches(samples, 8)
     logprobs = torch.full_like(batch.mask, -0.9, requires_grad=True)
-    losses, clipped = LOSSES.load(config.loss)(logprobs, batch, config, **config.loss_settings)
-    if (losses.shape, losses.dtype) != (logprobs.shape, logprobs.dtype) or (clipped.shape, clipped.dtype) != (logprobs.shape, torch.bool):
-        raise ValueError("must return (losses, clipped) of the log-probs' shape: losses in their dtype, clipped as bool")
+    losses, _ = call_own_loss(LOSSES.load(config.loss), logprobs, batch, config)
     loss = PolicyLoss(config)
     entropies = torch.ones_like(logprobs) if loss.with_entropy else None
     loss(logprobs, batch, entropies)[0].backward()  # raises if the losses have no gradient

@@ -8,7 +8,8 @@ The trainer divides this sum by the number of response tokens of the whole optim
 into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
 """
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -82,7 +83,7 @@ class PolicyLoss:
         """
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # masked positions could overflow exp(), and inf * 0 is NaN
-        losses, clipped = self._token_losses(logprobs, batch, config, **config.loss_settings)
+        losses, clipped = self._compute_token_losses(logprobs, batch)
         sums: dict[str, torch.Tensor] = {}
         if config.off_policy_mask_threshold is not None:
             dropped = self._find_off_policy(logprobs.detach(), batch, config.off_policy_mask_threshold)
@@ -109,9 +110,38 @@ class PolicyLoss:
             loss = loss - config.entropy_coef * entropy
         return loss, sums
 
+    def _compute_token_losses(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Return (losses, clipped). Raise PlugError for whatever a loss of the user's own does. It may fail on one rank alone."""
+        if self.config.loss in LOSSES.builtin:
+            return self._token_losses(logprobs, batch, self.config, **self.config.loss_settings)
+        with LOSSES.call(self.config.loss):
+            return call_own_loss(self._token_losses, logprobs, batch, self.config)
+
     def _find_off_policy(self, logprobs: torch.Tensor, batch: MicroBatch, threshold: float) -> torch.Tensor:
         """Return bool [1, t], True for tokens of off-policy sequences as in DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
 
         A sequence is off-policy if A < 0 and the mean of old_logp - logp over its response tokens exceeds `threshold`.
         """
         return (batch.average_by_sample(batch.old_logprobs - logprobs) > threshold) & (batch.advantages < 0)
+
+
+def call_own_loss(
+    loss: TokenLossFunction, logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (losses, clipped) of a loss. Raise ValueError if it returns something else, or changes what it was given. Values are not
+    checked here, because that would wait for a GPU: the trainer refuses a loss or a gradient that is not finite."""
+    given = {"logprobs": logprobs} | {f"batch.{name}": value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    versions = {name: tensor._version for name, tensor in given.items()}  # each operation in place increments it
+    result = loss(logprobs, replace(batch, lengths=[*batch.lengths]), config, **copy.deepcopy(config.loss_settings))
+    if not isinstance(result, tuple | list) or len(result) != 2 or not all(isinstance(each, torch.Tensor) for each in result):
+        raise ValueError(f"must return the two tensors (losses, clipped), not {type(result).__name__}")
+    losses, clipped = result
+    if (losses.shape, losses.dtype) != (logprobs.shape, logprobs.dtype) or (clipped.shape, clipped.dtype) != (logprobs.shape, torch.bool):
+        raise ValueError("must return (losses, clipped) of the log-probs' shape: losses in their dtype, clipped as bool")
+    if losses.device != logprobs.device or clipped.device != logprobs.device:
+        raise ValueError(f"must return tensors on {logprobs.device}")
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise ValueError("must return losses with a gradient")
+    if changed := [name for name, tensor in given.items() if tensor._version != versions[name]]:
+        raise ValueError(f"must not change {', '.join(changed)} in place")
+    return losses, clipped

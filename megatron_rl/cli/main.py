@@ -8,19 +8,22 @@ import inspect
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
+from parallel.plug import find_plug_error
+from parallel.user_code import SignalExit
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values that override the file.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of a run.", show_default=False)]
@@ -61,7 +64,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a policy, in this process or under torchrun."""
-    with expected_errors():
+    with expected_errors(), no_other_exit():
         if config.startswith("-"):
             raise UserError("CONFIG", config, "must be the config file", "write megatron-rl train CONFIG.toml --section.key=value")
         loaded_config: Config = load_config(Path(config), overrides or [])
@@ -95,7 +98,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="New folder for results. Defaults to RUN_DIR/eval/STEP or LOG.DIR/eval.")] = None,
 ) -> None:
     """Evaluate a checkpoint on held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
-    with expected_errors():
+    with expected_errors(), no_other_exit():
         sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
         loaded_config: Config = load_config(config, [*(overrides or []), *sampling])
         require_packages("eval", *_TRAINING)
@@ -231,14 +234,35 @@ def expected_errors() -> Iterator[None]:
     try:
         yield
     except MegatronRLError as error:
-        if _rank("LOCAL_RANK") > 0:
-            time.sleep(_OTHER_RANKS_WAIT_S)
-        tail = getattr(error, "log_tail", "").rstrip()
-        print(f"{tail}\n" * bool(tail) + f"{_prefix()}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from None
+        _exit_with(error)
     except KeyboardInterrupt:
         print(f"{_prefix()}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+    except Exception as error:
+        if (failure := find_plug_error(error)) is None:
+            raise
+        _exit_with(RunError(str(failure)))
+
+
+@contextmanager
+def no_other_exit() -> Iterator[None]:
+    """Context manager for a command that only the project's own code may end: any other SystemExit, such as `sys.exit(0)` in code of the
+    user's own, would pass for success."""
+    try:
+        yield
+    except SignalExit:
+        raise
+    except SystemExit as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(str(find_plug_error(error) or f"{place.filename} line {place.lineno} calls sys.exit({error})")) from None
+
+
+def _exit_with(error: MegatronRLError) -> NoReturn:
+    if _rank("LOCAL_RANK") > 0:
+        time.sleep(_OTHER_RANKS_WAIT_S)
+    tail = getattr(error, "log_tail", "").rstrip()
+    print(f"{tail}\n" * bool(tail) + f"{_prefix()}: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code) from None
 
 
 def run_script(*commands: Callable[..., None]) -> None:

@@ -5,7 +5,7 @@ A `RowColumns` is a reference to a row, which is decoded at each access, and cos
     JSON and JSONL files    their JSON text, in one buffer, and 8 bytes per row
     Parquet files           their Arrow table
     hub data sets           nothing: `datasets` maps its cache file into memory
-    a custom source         its own objects, shared and never copied
+    a custom source         its own objects; a copy of the mapping of each row
 
 `data.keep_columns` reduces this to some columns. Pickling a `RowColumns` gives a plain dict, so workers get one.
 """

@@ -12,6 +12,7 @@ no format (`data.columns`).
 """
 
 import contextlib
+import copy
 import json
 import numbers
 import re
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.statements import last_boxed
 from megatron_rl.types import ChatMessage, as_json
+from parallel.user_code import contain, describe_error
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
@@ -73,14 +75,7 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         example = 'columns to the names of question and answer, e.g. columns = {question = "prompt", answer = "target"}'
         raise RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {_find_formats(row) or example}")
     try:
-        result = read(row)
-        if not isinstance(result, ProblemRow) or not isinstance(result.question, str) or not isinstance(result.gold, str):
-            raise TypeError(f"it returned {result!r:.80}, not a ProblemRow with text fields")
-        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in result.history):
-            raise TypeError(f"history = {result.history!r:.80}, not messages with role and content")
-        if result.pass_rate is not None and not 0 <= result.pass_rate <= 1:
-            raise TypeError(f"pass_rate = {result.pass_rate!r:.40}, not from 0 to 1")
-        return result
+        return _read_own(row, format, read) if format is not None and DATA_FORMATS.is_own(format) else _check_row(read(row))
     except ColumnError as missing:
         fix = f"set {formats}" if (formats := _find_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
@@ -90,7 +85,28 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
     except Exception as error:
         if format in DATA_FORMATS.builtin:
             raise
-        raise RowError(f"format {format} fails ({type(error).__name__}: {error})") from None
+        raise RowError(f"format {format} fails ({describe_error(error)})") from None
+
+
+def _read_own(row: Mapping[str, Any], format: str, read: RowReader) -> ProblemRow:
+    """Return what a format of the user's own makes of a copy of a row. The format may do anything."""
+    with contain(f"{DATA_FORMATS.field} = {format!r}"):
+        result = _check_row(read(copy.deepcopy(row)))
+        f"{result.question}{result.gold}".encode()  # raises here for a lone surrogate, not in the tokenizer
+        return result
+
+
+def _check_row(result: ProblemRow) -> ProblemRow:
+    """Return the row. Raise TypeError if it is something else, or has a field of another type."""
+    if not isinstance(result, ProblemRow) or not isinstance(result.question, str) or not isinstance(result.gold, str):
+        raise TypeError(f"it returned {result!r:.80}, not a ProblemRow with text fields")
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in result.history):
+        raise TypeError(f"history = {result.history!r:.80}, not messages with role and content")
+    if not isinstance(result.level, int):
+        raise TypeError(f"level = {result.level!r:.40}, not an integer")
+    if result.pass_rate is not None and not 0 <= result.pass_rate <= 1:
+        raise TypeError(f"pass_rate = {result.pass_rate!r:.40}, not from 0 to 1")
+    return result
 
 
 class ColumnError(Exception):

@@ -19,7 +19,7 @@ from megatron_rl.data.own_source import ProblemGenerator, check_generator, load_
 from megatron_rl.data.prompt_template import describe_format, make_prompt_formatter, read_template
 from megatron_rl.data.sets import ProblemSet, make_key, make_question_key, read_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.prompt_tokens import check_prompt
 from megatron_rl.types import Problem
 
@@ -42,12 +42,14 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     Raises:
         UserError: A file, source or template is invalid, a set has no problems left, or it loses more rows than `data.max_left_out` allows.
     """
-    return _Loader(cfg.data, tokenizer).read()
+    with as_user_error():
+        return _Loader(cfg.data, tokenizer).read()
 
 
 def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
     """Return the held-out problems of `load_problems` without reading `data.train`."""
-    return _Loader(cfg.data, tokenizer).read_held_out()
+    with as_user_error():
+        return _Loader(cfg.data, tokenizer).read_held_out()
 
 
 def check_data(data: DataConfig, model: Path) -> tuple[ProblemStream, list[Problem]]:
@@ -59,8 +61,9 @@ def check_data(data: DataConfig, model: Path) -> tuple[ProblemStream, list[Probl
     if not data.train:
         raise UserError("data.train", None, "is required for training", SOURCE_FIX)
     loader = _Loader(data, load_tokenizer(model), quiet=True)
-    held_out = loader.read_held_out()
-    orders = [loader.order(source) for source in data.train]
+    with as_user_error():
+        held_out = loader.read_held_out()
+        orders = [loader.order(source) for source in data.train]
     first = [order.at(position) for order in orders for position in range(_FIRST_PROBLEMS)]
     return mix_orders(orders, [source.weight for source in data.train]), [*first, *held_out]
 
@@ -122,7 +125,7 @@ class _Loader:
             name = f"data.eval ({source.label})"
             left_out = LeftOut(name, data, self._quiet)
             if generator := load_generator(source, data, "data.eval"):
-                check_generator(generator, source, data, "data.eval")
+                check_generator(generator, data, "data.eval")
                 candidates = [dataclasses.replace(problem, source=source.label) for problem in generator.held_out(data.eval_size)]
                 keys, total = [make_key(problem, problem.columns) for problem in candidates], len(candidates)
             else:
@@ -141,7 +144,7 @@ class _Loader:
     def order(self, source: TrainDataSourceConfig) -> ProblemOrder:
         """Return the order of a training set."""
         if generator := load_generator(source, self._data, "data.train"):
-            check_generator(generator, source, self._data, "data.train")
+            check_generator(generator, self._data, "data.train")
             if _uses_difficulty(source):
                 rule = "generates problems without end, so it has no epochs that pass rates or a curriculum could apply to"
                 raise UserError("data.train", source.source, rule, "remove curriculum and the bounds, or use a function that yields rows")

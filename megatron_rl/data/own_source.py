@@ -3,14 +3,19 @@
 A source is either a function that yields rows, which are read like those of a file, or a `ProblemGenerator` class.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
+from megatron_rl.data.chat import check_own_chat
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import DATA_SOURCES
-from megatron_rl.types import Problem
+from megatron_rl.types import Problem, as_json
+from parallel.plug import Plug
+from parallel.user_code import contain, describe_error
 
 
 class ProblemGenerator(Protocol):
@@ -36,30 +41,73 @@ def load_generator(source: DataSourceConfig, data: DataConfig, field: str) -> Pr
     `field`: configuration field that named the source.
     """
     plug = _load(source, field) if source.is_own else None
-    return _call(plug, source, data, field, data.seed) if plug is not None and hasattr(plug, "train_problem") else None
+    if plug is None or not hasattr(plug, "train_problem"):
+        return None
+    return _GuardedGenerator(_call(plug, source, data, field, data.seed), replace(DATA_SOURCES, field=field), source.source)
 
 
-def check_generator(generator: ProblemGenerator, source: DataSourceConfig, data: DataConfig, field: str) -> None:
-    """Raise UserError if the generator cannot make the first problems that `field` needs."""
-    try:
-        problems = generator.held_out(data.eval_size) if field == "data.eval" else [generator.train_problem(0, lambda problem: True)]
-        texts = [text for problem in problems for text in (problem.id, problem.prompt, problem.answer)]
-        if not isinstance(generator.fingerprint, tuple) or not all(isinstance(text, str) for text in texts):
-            raise TypeError("fingerprint must be a tuple; id, prompt and answer of a problem must be strings")
-    except UserError:
-        raise
-    except Exception as error:  # the custom class may raise anything
-        raise UserError(field, source.source, f"fails ({type(error).__name__}: {error})", "see docs/extending.md") from None
+class _GuardedGenerator:
+    """A generator of the user's own. Raises PlugError for whatever it does, except for its UserErrors."""
+
+    def __init__(self, generator: ProblemGenerator, plug: Plug, name: str) -> None:
+        self._generator, self._plug, self._name = generator, plug, name
+
+    @property
+    def fingerprint(self) -> tuple[object, ...]:
+        with self._plug.call(self._name):
+            fingerprint = self._generator.fingerprint
+            if not isinstance(fingerprint, tuple):
+                raise TypeError("fingerprint must be a tuple")
+            return fingerprint
+
+    def train_problem(self, position: int, accept: Callable[[Problem], bool]) -> Problem:
+        with self._plug.call(self._name, passing=(UserError,)):
+            return _check_problem(self._generator.train_problem(position, accept))
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        with self._plug.call(self._name, passing=(UserError,)):
+            problems = self._generator.held_out(count)
+            if not isinstance(problems, Sequence):
+                raise TypeError(f"held_out must return a sequence, not {type(problems).__name__}")
+            return [_check_problem(problem) for problem in problems]
+
+
+def _check_problem(problem: object) -> Problem:
+    """Return a problem that a generator has made. Raise TypeError for something else."""
+    if not isinstance(problem, Problem):
+        raise TypeError(f"it returned {problem!r:.80}, not a Problem")
+    if not all(isinstance(text, str) for text in (problem.id, problem.prompt, problem.answer)):
+        raise TypeError("id, prompt and answer of a problem must be strings")
+    "".join((problem.id, problem.prompt, problem.answer)).encode()  # raises here for a lone surrogate, not in the tokenizer
+    check_own_chat(problem.history, problem.tools)
+    as_json(problem.columns)  # raises for objects that are not data
+    return problem
+
+
+def check_generator(generator: ProblemGenerator, data: DataConfig, field: str) -> None:
+    """Raise PlugError if the generator cannot make the first problems that `field` needs."""
+    if field == "data.eval":
+        generator.held_out(data.eval_size)
+    else:
+        generator.train_problem(0, lambda problem: True)
+    _ = generator.fingerprint
 
 
 def read_own_rows(source: DataSourceConfig, data: DataConfig, field: str) -> Iterator[tuple[int, object]]:
-    """Yield (number from 1, row) for each row of the function. Raise UserError if the function fails."""
-    rows, number = _call(_load(source, field), source, data, field), 0
-    try:
-        for number, row in enumerate(rows, start=1):
-            yield number, row
-    except Exception as error:  # the custom function may raise anything
-        raise UserError(field, source.source, f"fails after {number} rows ({type(error).__name__}: {error})", "correct it") from None
+    """Yield (number from 1, copy of the row) for each row of the function. Raise UserError if the function fails."""
+    rows, end = _call(lambda *given, **settings: iter(_load(source, field)(*given, **settings)), source, data, field), object()
+    for number in itertools.count(1):
+        try:
+            with contain(f"{field} = {source.source!r}"):
+                row = next(rows, end)
+                row = dict(row) if isinstance(row, Mapping) else row  # a function may fill the same object again
+        except UserError:
+            raise
+        except Exception as error:  # the custom function may raise anything
+            raise UserError(field, source.source, f"fails after {number - 1} rows ({describe_error(error)})", "correct it") from None
+        if row is end:
+            return
+        yield number, row
 
 
 def _load(source: DataSourceConfig, field: str) -> Any:
@@ -68,11 +116,12 @@ def _load(source: DataSourceConfig, field: str) -> Any:
 
 
 def _call(plug: Callable[..., Any], source: DataSourceConfig, data: DataConfig, field: str, *arguments: object) -> Any:
-    settings = data.settings if source.settings is None else source.settings
+    settings = copy.deepcopy(data.settings if source.settings is None else source.settings)
     try:
-        return plug(*arguments, **settings)
+        with contain(f"{field} = {source.source!r}"):
+            return plug(*arguments, **settings)
     except UserError:
         raise
     except Exception as error:  # unknown settings, or any error of the custom code
-        rule = f"cannot be called with the settings {settings} ({type(error).__name__}: {error})"
+        rule = f"cannot be called with the settings {settings} ({describe_error(error)})"
         raise UserError(field, source.source, rule, "correct data.settings or the settings of the source") from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.data.orders import DifficultyEpochs, ProblemOrder, compute_fingerprint
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, as_run_error
 from megatron_rl.types import Problem
 
 
@@ -21,11 +21,13 @@ class ProblemStream:
         self._left_out: list[int] = []  # positions below `_position` that are to be drawn again, ascending
 
     def draw(self, n: int, most_again: int | None = None) -> dict[int, Problem]:
-        """Return the next `n` problems by ascending position: at most `most_again` that were given back, then new ones."""
+        """Return the next `n` problems by ascending position: at most `most_again` that were given back, then new ones. Raise RunError if a
+        generator of the user's own fails."""
         count = n if most_again is None else min(n, most_again)
         again, self._left_out = self._left_out[:count], self._left_out[count:]
         first, self._position = self._position, self._position + n - len(again)
-        return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
+        with as_run_error():
+            return {position: self._order.at(position) for position in (*again, *range(first, self._position))}
 
     @property
     def fingerprint(self) -> str:

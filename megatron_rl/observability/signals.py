@@ -5,11 +5,11 @@ and all stop together at the loop's next `check_stop`. A second signal stops a r
 """
 
 import signal
-import sys
 from typing import Any
 
 from megatron_rl.distributed import gather_errors, raise_on_all_ranks
 from megatron_rl.errors import RunError
+from parallel.user_code import SignalExit
 
 _signal_name = ""  # name of the first signal received, or "" if there was none
 _EXIT_CODE = 128 + signal.SIGTERM  # exit code for both signals. The run can be resumed from its checkpoint.
@@ -29,7 +29,7 @@ def install_signal_handlers(alone: bool) -> None:
     def handle_signal(number: int, _: Any) -> None:
         global _signal_name
         if alone or _signal_name:
-            sys.exit(_EXIT_CODE)
+            raise SignalExit(_EXIT_CODE)
         _signal_name = signal.Signals(number).name
 
     for number in (signal.SIGTERM, signal.SIGUSR1):

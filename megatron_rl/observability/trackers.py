@@ -3,6 +3,7 @@
 The run's own record is metrics.jsonl. Each built-in tracker imports its library when it starts.
 """
 
+import copy
 import json
 import os
 import time
@@ -14,13 +15,15 @@ from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
+from parallel.user_code import UserCodeError, contain, describe_error
 
 _MLFLOW_BATCH = 100  # parameters that MLflow accepts at once
 _MLFLOW_LENGTH = 6000  # characters of a parameter that MLflow accepts
 
 
 class Tracker(Protocol):
-    """The interface of a tracker (`log.trackers`). An error in `log` or `finish` is reported once and does not stop the run."""
+    """The interface of a tracker (`log.trackers`). An error in `log` or `finish` is reported once and does not stop the run. A tracker that
+    hangs, or that tries to end the process, is not called again."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         """Start tracking. Any exception stops the run before anything else starts.
@@ -127,25 +130,33 @@ class Trackers:
         """Start all trackers. Raise UserError if one does not start."""
         for name in names:
             try:
-                self._trackers[name] = TRACKERS.load(name)(folder, config, resume_step)
+                tracker = TRACKERS.load(name)
+                with contain(_describe(name)):
+                    self._trackers[name] = tracker(folder, copy.deepcopy(config), resume_step)
             except Exception as error:  # user code may raise anything
-                line = (str(error).strip().splitlines() or [""])[0]
-                rule = f"does not start ({type(error).__name__}: {line})"
+                rule = f"does not start ({describe_error(error)})"
                 missing = isinstance(error, ModuleNotFoundError) and error.name == name
                 fix = f"pip install {name}" if missing else "repair it"
                 raise UserError(TRACKERS.field, name, rule, f"{fix}, or remove it from the list") from None
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        self._call_all(lambda tracker: tracker.log(row, step))
+        self._call_all(lambda tracker: tracker.log(dict(row), step))
 
     def finish(self, status: str) -> None:
         self._call_all(lambda tracker: tracker.finish(status))
 
     def _call_all(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in self._trackers.items():
+        for name, tracker in [*self._trackers.items()]:
             try:
-                call(tracker)
+                with contain(_describe(name)):
+                    call(tracker)
             except Exception as error:  # metrics.jsonl has the rows too, so this does not stop the run
                 if name not in self._failed:
                     self._failed.add(name)
-                    self._notify(f"tracker {name} failed, the run continues ({type(error).__name__}: {error})")
+                    self._notify(f"tracker {name} failed, the run continues ({describe_error(error)})")
+                if isinstance(error, UserCodeError):  # it hangs, or tries to end the run, so it is not called again
+                    del self._trackers[name]
+
+
+def _describe(name: str) -> str:
+    return f"{TRACKERS.field} = {name!r}"

@@ -20,6 +20,7 @@ from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
+from parallel.user_code import IMPORT_SECONDS, contain, describe_error
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,10 @@ def find_engine_launcher(name: str) -> EngineLauncher:
     """Return the launcher registered as `name`. Raise UserError if there is none."""
     registered = entry_points(group="megatron_rl.rollout")
     if name in registered.names:
-        return registered[name].load()
+        try:
+            with contain(f"the import of rollout.engine = {name!r}", IMPORT_SECONDS, exit_code=2):
+                return registered[name].load()
+        except Exception as error:  # the package may raise anything
+            raise UserError("rollout.engine", name, f"cannot be imported ({describe_error(error)})", "install it, or correct it") from None
     known = ", ".join(sorted(registered.names)) or "none"
     raise UserError("rollout.engine", name, f"is not registered; known engines: {known}", "install the project: pip install --no-deps -e .")

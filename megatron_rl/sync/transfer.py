@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0, gather_from_ranks
-from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, gather_from_ranks
+from megatron_rl.errors import EngineLostError, RunError, as_run_error
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.checks import check_one_host, check_transport
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk, resize
 from parallel.digest import as_byte_matrix
+from parallel.plug import PlugError
 from parallel.shards import NamedRect
 from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
@@ -66,7 +67,9 @@ class WeightTransfer:
         if self._outbox is not None:
             return
         chunks = self._plan.chunks
-        outbox = self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
+        with errors_on_all_ranks(), as_run_error():
+            self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
+        outbox = self._outbox
         addresses = dict(enumerate(gather_from_ranks(outbox.address, Any)))
         link = Link(
             self._settings.transport,
@@ -180,7 +183,7 @@ class WeightTransfer:
             result = step()
         except expected as error:
             failure = f"trainer rank {self._rank}: {error}"
-            lost = isinstance(error, self._transport.lost_errors)
+            lost = isinstance(error, self._transport.lost_errors) and not isinstance(error, PlugError)
             if self._outbox is not None:
                 self._outbox.close()  # engine ranks that wait for this rank fail at once
         outcomes = gather_from_ranks((result, failure, lost), tuple[kind, str, bool] | tuple[None, str, bool])

@@ -22,12 +22,14 @@ from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.moe.router import DIFFERS
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
+from megatron_rl.plugs import LOSSES
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.critic_trainer import CriticTrainer
@@ -186,11 +188,20 @@ class PolicyTrainer:
             for number, mini_batch in enumerate(mini_batches, 1):
                 if calibrate and number == len(mini_batches):
                     self.clip.end(mini_batch)
-                updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher)))
+                updates.append(self._update(mini_batch))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}
         return means | bounds | self._measure_change(samples)
+
+    def _update(self, mini_batch: list[TrainingSample]) -> dict[str, float]:
+        """Take one optimizer step. An error about numbers that are not finite names the loss if it is the user's own."""
+        try:
+            return self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher))
+        except RunError as error:
+            if not LOSSES.is_own(name := self._config.algorithm.loss):
+                raise
+            raise RunError(f"{error}; the loss is {LOSSES.field} = {name!r}", error.log_tail) from None
 
     def _measure_change(self, samples: StepSamples) -> dict[str, float]:
         """Return how far the step moved the log-probs of its tokens. Measured on every n-th sample: about an eighth of them, and at most

@@ -89,7 +89,7 @@ def test_rows_of_a_function_are_read_like_those_of_a_file():
         ("data.train", "own_sources:absent", {}, "cannot be imported (AttributeError"),
         ("data.train", "own_sources:number", {}, "cannot be called with the settings {}"),
         ("data.train", "own_sources:Unidentified", {}, "fails (AttributeError: "),
-        ("data.train", "own_sources:Numbers", {}, "fails (TypeError: fingerprint must be a tuple; id, prompt and"),
+        ("data.train", "own_sources:Numbers", {}, "fails (TypeError: id, prompt and answer of a problem must be strings"),
         ("data.eval", "own_sources:Doubles", {"eval": "own_sources:Few"}, "fails (IndexError: "),
         ("data.train", "own_sources:Doubles", {"settings": {"lagest": 3}}, "cannot be called with the settings {'lagest': 3} (TypeError: "),
         ("data.train", "own_sources:ends_early", {}, "fails after 1 rows (OSError: no disk)"),
