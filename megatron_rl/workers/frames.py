@@ -71,7 +71,7 @@ class Channel:
             pass
         except OSError:
             self.closed = True
-        frames = []
+        frames: list[bytes] = []
         while len(self._arrived) >= _LENGTH.size and len(frames) < _MOST_FRAMES:
             end = _LENGTH.size + _LENGTH.unpack_from(self._arrived)[0]
             if end > LARGEST + _LENGTH.size:

@@ -37,8 +37,8 @@ def serve(load: Callable[[str], Callable[..., object]]) -> None:
     limit_memory(int(memory_mb))
     try:
         handle = load(argument)
-    except BaseException as error:
-        _answer(channel, READY, error=error.rule if isinstance(error, InputError) else describe_error(error))
+    except BaseException as raised:
+        _answer(channel, READY, error=raised.rule if isinstance(raised, InputError) else describe_error(raised))
         return
     _answer(channel, READY)
     usage = Usage(int(memory_mb))

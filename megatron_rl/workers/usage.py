@@ -42,19 +42,24 @@ class Usage:
 
     def __init__(self, memory_mb: int) -> None:
         self._most = (memory_mb * 2**20 // 2, MOST_THREADS, MOST_DESCRIPTORS)
-        self._streams = _identify_streams()
+        self._streams, self._folder, self._recursion_limit = _identify_streams(), os.getcwd(), sys.getrecursionlimit()
         self._before, self.has_leftovers = _measure(), False
+        self._threads = self._before[1]
 
     def has_grown(self, is_first: bool) -> bool:
         """Return whether tasks have left more than half of the memory limit, many threads or descriptors behind, or have closed a standard
-        stream. `has_leftovers` tells afterwards whether threads of them still run."""
+        stream or lowered the recursion limit. `has_leftovers` tells afterwards whether threads of them still run. The working directory is
+        set back."""
         try:
+            os.chdir(self._folder)
             now = _measure()
             if _identify_streams() != self._streams or sys.stdout.closed or sys.stderr.closed:
                 return True
+            if sys.getrecursionlimit() < self._recursion_limit:
+                return True
         except (OSError, MemoryError, AttributeError):  # no descriptor or memory is left to measure with, or no stream
             return True
-        self.has_leftovers = now[1] > 1
+        self.has_leftovers = now[1] > self._threads
         grown = any(after - before > most for after, before, most in zip(now, self._before, self._most, strict=True))
         if is_first:
             self._before = now

@@ -7,6 +7,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -64,7 +65,7 @@ class Touch:
     """Its pickle makes a file."""
 
     def __reduce__(self):
-        return open, (os.environ["SPOILING_FILE"], "w")
+        return os.mknod, (os.environ["SPOILING_FILE"],)
 
 
 def _later(seconds, act):
@@ -74,6 +75,12 @@ def _later(seconds, act):
 def _print(stream):
     for _ in range(100):
         os.write(stream, b"x" * 2**20)
+
+
+def _remove_folder():
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
 
 
 def _leave_a_daemon():
@@ -131,13 +138,42 @@ _MISDEEDS = {
     "a long answer": lambda: Reward(1.0, True, answer="x" * 2**27),
     "half a character": lambda: Reward(1.0, True, answer="\ud800"),
     "an infinite number": lambda: 10**400,
+    "change the folder": lambda: os.chdir("/"),
+    "remove its folder": _remove_folder,
+    "limit the recursion": lambda: sys.setrecursionlimit(60),
     "pid": lambda: Reward(float(os.getpid()), True),
 }
+
+
+def _descend(depth):
+    return depth and _descend(depth - 1)
+
+
+class Environment:
+    """Does what a text asks."""
+
+    def __init__(self, problem): ...
+
+    def step(self, text):
+        from megatron_rl.rollout.environments.base import Message
+
+        match text:
+            case "hold a pickle that acts":
+                self.held = Touch()
+            case "hold too much":
+                self.held = "x" * 2**27
+            case _ if text in _MISDEEDS:
+                _MISDEEDS[text]()
+        bytearray(2**24)
+        return Message(text)
 
 
 def reward(text, problem):
     print("noise")
     bytearray(2**24)
+    _descend(80)
+    with open("pyproject.toml", "rb"):  # the working directory is that of the run
+        pass
     act = _MISDEEDS.get(text)
     returned = act() if act else time.sleep(0.02)
     return returned if isinstance(returned, Reward | int) else Reward(1.0, True, answer=text)

@@ -1,7 +1,7 @@
 """Shared by unit tests: hypothesis with few examples, stand-ins for the libraries of the GPU back ends."""
 
-import os
 from contextlib import suppress
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -24,9 +24,9 @@ def fake_libraries(monkeypatch):
 
 
 @pytest.fixture
-def descendants(monkeypatch, request):
+def descendants(monkeypatch):
     """Return a function that returns the processes that run and were started in this test, in whatever session."""
-    mark = f"MEGATRON_RL_TEST_{os.getpid()}_{id(request)}"
+    mark = f"MEGATRON_RL_TEST_{uuid4().hex}"
     monkeypatch.setenv(mark, "1")
 
     def find():

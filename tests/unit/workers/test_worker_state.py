@@ -14,8 +14,10 @@ import psutil
 import pytest
 from support.processes import alive_after, but_trackers
 
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.types import Problem, Reward
+from megatron_rl.rollout.environments.pool import EnvironmentPool
+from megatron_rl.types import Episode, Problem, Reward
 from megatron_rl.workers import keeper
 
 SAMPLES, BAD = 24, (0, 5, 6, 17)
@@ -67,6 +69,9 @@ def touched(tmp_path, monkeypatch) -> Path:
     ("return a pickle that acts", ""),
     ("a long answer", "the answer cannot be sent: FrameError: 128 MiB, and a message has at most 64 MiB"),
     ("half a character", ""),
+    ("change the folder", ""),
+    ("remove its folder", ""),
+    ("limit the recursion", ""),
     ("an infinite number", "OverflowError: int too large to convert to float"),
 ])  # fmt: skip
 def test_what_a_sample_leaves_behind_costs_no_other_sample(misdeed, error, touched, descendants):
@@ -79,6 +84,22 @@ def test_what_a_sample_leaves_behind_costs_no_other_sample(misdeed, error, touch
         assert [rewards[number].error for number in BAD] == [error] * len(BAD)
     assert not touched.exists(), "nothing that comes from a worker is unpickled"
     assert alive_after(descendants(), 60) == []
+
+
+def test_an_environment_costs_no_other_episode_and_its_state_is_unpickled_only_in_workers(touched):
+    texts = ["a", "hold a pickle that acts", "fill memory", "a foreign frame", "open files", "exit later", "hold too much", *["b"] * 9]
+    with EnvironmentPool(EnvironmentConfig(name="support.spoiling:Environment", workers=1, timeout=30, memory_mb=1024)) as pool:
+        replies = pool.step([(text, "") for text in texts], [Episode(str(number), "", "") for number in range(len(texts))])
+        assert {number: reply.error for number, reply in enumerate(replies) if reply.error} == {
+            2: "MemoryError: ",
+            3: "what came from the worker is no answer (malformed)",
+            6: f"the answer cannot be sent: FrameError: {4 * 128 // 3 + 1} MiB, and a message has at most 64 MiB",
+        }
+        said = [text for number, text in enumerate(texts) if number not in (2, 3, 6)]
+        assert [reply.message.text for reply in replies if reply.message] == said
+        assert not touched.exists()
+        (again,) = pool.step([("c", "")], [Episode("1", "", "", turn=1, state=replies[1].state)])
+    assert again.message.text == "c" and touched.exists(), "a worker has unpickled it"
 
 
 def test_a_hanging_sample_with_half_a_message_ends_at_its_time_limit():
