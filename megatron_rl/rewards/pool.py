@@ -19,10 +19,16 @@ class RewardPool(WorkerPool[list[Reward]]):
     Reward(0.0, False, error). If a worker fails, all functions of the completion have its error."""
 
     section, module = "reward", "megatron_rl.rewards.pool"
+    answer_type = list[tuple[float, bool, str, str | None]]  # value, correct, error and answer of each function
 
     def __init__(self, functions: Sequence[RewardFunctionSpec], workers: int, timeout: float, memory_mb: int) -> None:
         self._functions = functions
         super().__init__(json.dumps(functions), workers, timeout, memory_mb)
+
+    def make_result(self, answer: Any) -> list[Reward]:
+        if answer is None or len(answer) != len(self._functions):
+            raise ValueError("not one verdict per function")
+        return [Reward(value, correct, error, answer=text) for value, correct, error, text in answer]
 
     def make_failure(self, reason: str) -> list[Reward]:
         return [Reward(0.0, False, error=reason)] * len(self._functions)
@@ -36,9 +42,14 @@ class RewardPool(WorkerPool[list[Reward]]):
         return self.run(list(zip(texts_B, problems_B, samples_B or [Sample()] * len(texts_B), strict=True)))
 
 
-def _load_functions(functions_json: str) -> Callable[[str, Problem, Sample], list[Reward]]:
+def _load_functions(functions_json: str) -> Callable[[str, Problem, Sample], object]:
     functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
-    return lambda text, problem, sample: [call_reward_function(function, text, problem, sample) for function in functions]
+
+    def judge(text: str, problem: Problem, sample: Sample) -> object:
+        rewards = [call_reward_function(function, text, problem, sample) for function in functions]
+        return [(reward.value, reward.correct, reward.error, reward.answer) for reward in rewards]
+
+    return judge
 
 
 def call_reward_function(
@@ -54,11 +65,15 @@ def call_reward_function(
             verdict = make_reward(verdict)
         if not math.isfinite(verdict.value):
             raise ValueError(f"the reward function returned {verdict.value}")
-        answer = None if verdict.answer is None else str(verdict.answer)
-        # plain types: the parent unpickles them
-        return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error), answer=answer)
+        answer = None if verdict.answer is None else _clean(verdict.answer)
+        return Reward(float(verdict.value), bool(verdict.correct), _clean(verdict.error), answer=answer)
     except BaseException as error:  # libraries raise SystemExit and their own BaseExceptions; none may end the worker
         return Reward(0.0, False, error=describe_error(error))
+
+
+def _clean(text: object) -> str:
+    """Return a text without lone surrogates, which no file can hold."""
+    return str(text).encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

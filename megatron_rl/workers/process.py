@@ -1,43 +1,83 @@
-"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `megatron_rl.workers.pool`. A worker loads a
-handler, sends ("ready", "") or ("failed", reason), then receives lists of tasks and answers each task as soon as it is done. It ends when
-its pipe closes or its parent ends, even in the middle of a computation."""
+"""Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB`, started by `megatron_rl.workers.pool`. A worker loads a handler, sends
+an answer with the number -1, then receives tasks and answers each as soon as it is done. It ends when its socket closes, and with its
+keeper. Tasks are pickles of the parent process; answers are JSON, because a completion may have taken this process over."""
 
-import contextlib
-import ctypes
+import base64
+import fcntl
+import json
 import os
+import pickle
 import random
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.workers.frames import FrameError, pack, receive_frame
+from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, prctl
+from megatron_rl.workers.usage import Usage, note_exhaustion, take_exhaustion
 from parallel.plug import InputError
 
-_PR_SET_PDEATHSIG = 1
+READY = -1
+"""Number of a worker's first answer."""
+_HIGHEST_DESCRIPTOR = 1023  # where the socket is out of the way of code that closes or reuses descriptors
 
 
 def serve(load: Callable[[str], Callable[..., object]]) -> None:
-    """Run this process as a worker until its pipe closes. `load` makes the handler of tasks from ARGUMENT."""
-    fd, argument, memory_mb, parent_pid = sys.argv[1:]
-    die_with_parent(int(parent_pid))
+    """Run this process as a worker until its socket closes. `load` makes the handler of tasks from ARGUMENT; a handler returns what JSON
+    can express, and bytes."""
+    fd, argument, memory_mb = sys.argv[1:]
     ignore_signals_for_parent()
+    channel, own = _take_socket(int(fd)), os.getpid()
     limit_memory(int(memory_mb))
-    channel = Connection(int(fd))
     try:
         handle = load(argument)
-    except BaseException as error:
-        channel.send(("failed", error.rule if isinstance(error, InputError) else describe_error(error)))
+    except BaseException as raised:
+        _answer(channel, READY, error=raised.rule if isinstance(raised, InputError) else describe_error(raised))
         return
-    channel.send(("ready", ""))
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            for task in channel.recv():
-                channel.send(handle(*task))
+    _answer(channel, READY)
+    usage = Usage(int(memory_mb))
+    while True:
+        try:
+            number, is_first, arguments = pickle.loads(receive_frame(channel))
+        except (EOFError, ConnectionError):
+            return
+        error, result = "", None
+        try:
+            result = handle(*arguments)
+        except BaseException as raised:  # libraries raise SystemExit and their own BaseExceptions; none may end the worker
+            error = describe_error(raised)
+        if os.getpid() != own:  # the handler has forked, and both have returned
+            os._exit(0)
+        exhausted, grown = take_exhaustion(), usage.has_grown(is_first)
+        _answer(channel, number, result=result, error=error, exhausted=exhausted, grown=grown, has_leftovers=usage.has_leftovers)
+        if exhausted or grown:
+            os._exit(0)  # the pool starts another
+
+
+def _take_socket(fd: int) -> socket.socket:
+    """Return the worker's socket, at a descriptor that programs started by the handler do not inherit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, min(soft - 1, _HIGHEST_DESCRIPTOR))
+    os.close(fd)
+    return socket.socket(fileno=high)
+
+
+def _answer(channel: socket.socket, number: int, **fields: object) -> None:
+    try:
+        frame = pack(_to_json(number, fields))
+    except (TypeError, ValueError, RecursionError, FrameError) as error:
+        frame = pack(_to_json(number, fields | {"result": None, "error": f"the answer cannot be sent: {describe_error(error)}"}))
+    channel.sendall(frame)
+
+
+def _to_json(number: int, fields: dict[str, object]) -> bytes:
+    return json.dumps({"number": number, **fields}, allow_nan=False, default=lambda value: base64.b64encode(value).decode()).encode()
 
 
 _seeders: dict[str, Callable[[Any], object]] = {}
@@ -74,7 +114,9 @@ def seed_libraries(*parts: int) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and message of any exception, also of one whose message cannot be written."""
+    """Return type and message of any exception, also of one whose message cannot be written. Note whether it shows that this process ran
+    out of something, after which a worker is replaced."""
+    note_exhaustion(error)
     try:
         return f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
     except Exception:
@@ -90,7 +132,7 @@ def ignore_signals_for_parent() -> None:
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux to send `signum` to this process when the thread that started it ends. Only SIGKILL also ends a stopped process."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+        prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent_pid:  # the parent ended before the call
             os.kill(os.getpid(), signum)
 

@@ -9,7 +9,7 @@ import urllib.request
 from contextlib import suppress
 from hashlib import sha256
 from os import environ, getpid, getppid, kill
-from signal import SIGKILL
+from signal import SIGKILL, SIGSTOP
 
 from megatron_rl.types import Reward
 
@@ -32,6 +32,8 @@ def ask(problem):
         case "hang" | "leave":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             time.sleep(600 if problem.prompt == "hang" else 0)
+        case "daemon":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         case "raise":
             raise KeyError("no such thing")
         case "reward":
@@ -76,8 +78,15 @@ def judge_nothing(problem):
 
 
 def end_server(problem):
-    """Kill the server that this process was forked from."""
-    kill(getppid(), SIGKILL)
+    """Kill the server that this process's keeper was forked from."""
+    with open(f"/proc/{getppid()}/stat") as file:
+        kill(int(file.read().rpartition(")")[2].split()[1]), SIGKILL)
+
+
+def end_keeper(problem):
+    """Kill the keeper of this process, or stop it."""
+    kill(getppid(), SIGSTOP if problem.prompt == "stop" else SIGKILL)
+    time.sleep(600)
 
 
 def main():

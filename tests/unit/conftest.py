@@ -1,5 +1,9 @@
 """Shared by unit tests: hypothesis with few examples, stand-ins for the libraries of the GPU back ends."""
 
+from contextlib import suppress
+from uuid import uuid4
+
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -17,3 +21,20 @@ def fake_libraries(monkeypatch):
     make_backend.cache_clear()  # no back end keeps a stand-in
     yield
     make_backend.cache_clear()
+
+
+@pytest.fixture
+def descendants(monkeypatch):
+    """Return a function that returns the processes that run and were started in this test, in whatever session."""
+    mark = f"MEGATRON_RL_TEST_{uuid4().hex}"
+    monkeypatch.setenv(mark, "1")
+
+    def find():
+        found = []
+        for process in psutil.process_iter(["status"]):
+            with suppress(psutil.Error):
+                if process.info["status"] != psutil.STATUS_ZOMBIE and mark in process.environ():
+                    found.append(process)
+        return found
+
+    return find

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +15,9 @@ from typing import NamedTuple
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.types import Problem
+from megatron_rl.workers.child import LONGEST_STOP, KeptProcess
 
 _TAIL = 2000  # number of bytes of standard error that are kept
-_STOP_SECONDS = 10
 
 
 class AgentResult(NamedTuple):
@@ -41,13 +40,10 @@ class AgentServer:
         with remote:
             # not through PYTHONPATH, which a program with its own interpreter would inherit
             start = f"import sys; sys.path[:] = {search_path!r}; from {__package__} import runner; runner.main()"
-            self._process = subprocess.Popen(
+            self._process = KeptProcess(
                 [sys.executable, "-P", "-c", start, str(remote.fileno()), str(config.memory_mb), *words],
-                pass_fds=[remote.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                [remote.fileno()],
+                os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
     def ask(self, message: object, files: Sequence[int] = ()) -> int:
@@ -67,14 +63,12 @@ class AgentServer:
         """Terminate the process and everything that it has forked."""
         self.ended = True
         self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_SECONDS)
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
 
 
 class AgentProcess:
-    """One agent working on one problem, in its own session. It ends with its server, which ends with this process."""
+    """One agent working on one problem, in its own session. Its keeper (`megatron_rl.workers.keeper`) leaves nothing of it behind. It ends
+    with its server, which ends with this process."""
 
     def __init__(self, config: AgentConfig, server: AgentServer, environment: Mapping[str, str], problem: Problem, seed: int) -> None:
         """Start the agent. Raise ServerEndedError if its server has ended."""
@@ -98,21 +92,24 @@ class AgentProcess:
             os.close(remote)
 
     def kill(self) -> None:
-        """Kill all processes of the agent."""
+        """Have the keeper kill all processes of the agent."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
         with self._lock:
-            if self._reaped or self._server.ended:  # another process may have this id
-                return
-            for end in (os.killpg, os.kill):  # it may not lead a session yet
+            if not self._reaped and not self._server.ended:  # else another process may have this id
                 with contextlib.suppress(ProcessLookupError):
-                    end(self._pid, signal.SIGKILL)
+                    os.kill(self._pid, number)
 
     def run(self) -> AgentResult:
         """Wait until the agent ends by itself, through `kill`, or at its time limit."""
         try:
             tail, in_time = self._watch()
-            self.kill()  # it is not reaped yet, so no other process has its id
             if not in_time:
-                select.select([self._pid_fd], [], [])
+                self.kill()
+                if not select.select([self._pid_fd], [], [], LONGEST_STOP)[0]:  # the agent has stopped its keeper
+                    self._signal(signal.SIGKILL)
+                    select.select([self._pid_fd], [], [])
             with self._lock:
                 self._reaped = True
                 code = self._server.ask(self._pid)

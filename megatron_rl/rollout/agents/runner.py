@@ -4,8 +4,9 @@ KIND `function`: WORD is a `module:attribute`, imported once. Each fork calls it
 reward. KIND `command`: the words are a program that replaces each fork. A fork reads its problem, one line of JSON, from standard input and
 writes its reward as a number into the file named by `MEGATRON_RL_REWARD`.
 
-A message with files (standard input, standard error, reward) requests a fork; the reply is its process id. A process id without files
-requests the exit code of that fork, which has ended. The process and its forks end when its socket closes.
+A message with files (standard input, standard error, reward) requests a fork; the reply is the process id of its keeper, which ends as the
+fork does and ends everything that the fork has started (`megatron_rl.workers.keeper`). A process id without files requests the exit code of
+that process, which has ended. The process and its forks end when its socket closes.
 """
 
 import json
@@ -16,7 +17,8 @@ from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
 from megatron_rl.types import Episode
-from megatron_rl.workers.process import die_with_parent, ignore_signals_for_parent, limit_memory, seed_libraries
+from megatron_rl.workers.keeper import fork_kept_child
+from megatron_rl.workers.process import ignore_signals_for_parent, limit_memory, seed_libraries
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
 MOST_BYTES = 1 << 16  # maximum size of a message in bytes
@@ -65,7 +67,7 @@ def serve(channel: socket.socket, memory_mb: int) -> bool:
             continue
         channel.close()
         os.setsid()
-        die_with_parent(server)
+        fork_kept_child(server, files)
         for source, target in zip(files, (0, 2, _REWARD_FD), strict=True):
             os.dup2(source, target)  # programs inherit these files too
         os.environ.update(request, **{REWARD_VARIABLE: f"/dev/fd/{_REWARD_FD}"})

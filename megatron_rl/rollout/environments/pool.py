@@ -7,7 +7,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.rollout.environments.base import EnvironmentClass, Message, StepResult, load_environment, takes_stop
@@ -26,11 +26,18 @@ class EnvironmentPool(WorkerPool[StepResult]):
     """Runs the environments of all completions in progress. Raise InputError if the environment does not exist."""
 
     section, module = "environment", "megatron_rl.rollout.environments.pool"
+    answer_type = tuple[str | None, str, str, bytes]  # text and error of the message, error of the environment, state
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.stop = getattr(load_environment(config.name), "stop", ())
         super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
+
+    def make_result(self, answer: Any) -> StepResult:
+        if answer is None:
+            raise ValueError("no reply")
+        text, mistake, error, state = answer
+        return StepResult(None if text is None else Message(text, mistake), error, state)
 
     def make_failure(self, reason: str) -> StepResult:
         return StepResult(error=reason)
@@ -80,5 +87,12 @@ def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Epis
         return StepResult(error=describe_error(error))
 
 
+def _answer_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Episode) -> object:
+    """Return the result of a step as JSON values and bytes. The state stays bytes: only workers unpickle it."""
+    result = run_step(environment, turn, episode)
+    text, mistake = (result.message.text, result.message.error) if result.message else (None, "")
+    return text, mistake, result.error, result.state
+
+
 if __name__ == "__main__":
-    serve(lambda name: functools.partial(run_step, load_environment(name)))
+    serve(lambda name: functools.partial(_answer_step, load_environment(name)))

@@ -95,12 +95,19 @@ def test_a_worker_imports_little_ignores_ctrl_c_and_costs_no_sample_if_it_is_kil
         os.kill(successor, 0)  # closing ends the workers
 
 
-def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free():
-    pool = pool_of(HOSTILE, 4, 5.0)
-    thread = threading.Thread(target=pool.__enter__)  # Linux sends the death signal when the starting thread ends
+def test_workers_outlive_the_thread_that_started_them():
+    pool, found = pool_of(HOSTILE, 4, 5.0), list[psutil.Process]()
+
+    def start() -> None:
+        pool.__enter__()
+        pool.wait_until_ready()
+        found.extend(psutil.Process().children(recursive=True))
+
+    thread = threading.Thread(target=start)  # Linux's parent-death signal comes when the starting thread ends
     thread.start()
     thread.join()
     with pool:
+        assert len(found) >= 8 and len(alive_after(found, 0)) == len(found), "four workers and their keepers"
         assert all(reward.correct for reward in judged(pool, [str(index) for index in range(64)], _problems(64)))
 
 

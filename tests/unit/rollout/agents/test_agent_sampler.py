@@ -1,19 +1,18 @@
 """Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
-import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 from support.agents import AGENTS, ChatTokenizer, Policy, config
+from support.processes import alive_after
 
 from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig
@@ -35,37 +34,27 @@ def sample(sampler: AgentSampler, *prompts: str, abort: Abort | None = None) -> 
     return sampler.sample(problems, [SamplingParams(1.0, 99, seed=number) for number in range(len(prompts))], 5, 0, abort)
 
 
-def find_processes_in(session: set[int]) -> set[int]:
-    """Return the processes that are alive in one of the sessions."""
-    found = set()
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):  # it has just ended
-            if os.getsid(process.pid) in session and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-    return found
-
-
-@pytest.fixture
-def sessions(monkeypatch) -> set[int]:
-    """Record the sessions of the agents."""
-    seen, kill = set[int](), os.killpg
-    monkeypatch.setattr(os, "killpg", lambda pid, signal: (seen.add(pid), kill(pid, signal)))
-    return seen
-
-
-def test_agents_fail_or_hang_each_for_itself_and_end_with_all_their_processes(sessions):
+def test_agents_fail_or_hang_each_for_itself_and_end_with_all_their_processes(descendants):
     with sampler_of() as sampler:
-        good, broken, left, branched, loop = sample(sampler, "a", "raise", "leave", "branch", "loop")
+        good, broken, left, daemon, branched, loop = sample(sampler, "a", "raise", "leave", "daemon", "branch", "loop")
+        assert len(alive_after(descendants(), 0)) == 2, "the server and its keeper"
     assert (good.text, good.calls, good.environment_error, good.finish_reason) == ("xy", 1, "", "stop")
     assert broken.environment_error == "exit code 1: KeyError: 'no such thing'" and broken.finish_reason == "agent"
     assert broken.sampled_count == 3, "what it asked is kept; its reward is another matter"
-    assert left.environment_error == ""
+    assert left.environment_error == daemon.environment_error == ""
     assert branched.calls == 3 and len(branched.conversations) == 2 and branched.total_sampled == 9
     assert (loop.finish_reason, loop.environment_error, loop.calls) == ("turns", "", 16), "cut at its limit, and ended as it went on"
-    assert len(sessions) == 5 and not find_processes_in(sessions), "also what an agent leaves behind ends with it"
+    assert alive_after(descendants(), 60) == []
     with sampler_of(timeout=4) as sampler:
         (hung,) = sample(sampler, "hang")
-    assert hung.environment_error == "timeout after 4 s" and len(sessions) == 6 and not find_processes_in(sessions)
+    assert hung.environment_error == "timeout after 4 s" and alive_after(descendants(), 60) == []
+
+
+def test_an_agent_that_kills_or_stops_its_keeper_costs_only_itself(descendants):
+    with sampler_of(name=f"{AGENTS}:end_keeper", timeout=4) as sampler:
+        killed, stopped = sample(sampler, "kill", "stop")
+    assert (killed.environment_error, stopped.environment_error) == ("signal 9", "timeout after 4 s")
+    assert alive_after(descendants(), 60) == []
 
 
 def test_an_agent_may_give_its_own_reward_or_be_a_program():
@@ -109,7 +98,7 @@ class Stuck(Policy):
 
 
 @pytest.mark.parametrize("error", [AbortedError, EngineLostError])
-def test_agents_end_with_their_group_and_with_the_run(error, sessions):
+def test_agents_end_with_their_group_and_with_the_run(error, descendants):
     policy, abort = Stuck(), Abort()
     with sampler_of(policy) as sampler:
 
@@ -128,7 +117,7 @@ def test_agents_end_with_their_group_and_with_the_run(error, sessions):
         thread.join()
         with pytest.raises(error):
             sample(sampler, "a", abort=abort)
-    assert not find_processes_in(sessions)
+    assert alive_after(descendants(), 60) == []
 
 
 def test_an_error_of_the_runs_is_not_the_agents():
