@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.launch import read_launch
 from megatron_rl.errors import MegatronRLError, RunError, as_run_error, describe_disk_error
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
@@ -67,7 +67,7 @@ def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None
         store: replaces the launcher's store, on which the process group is built later.
     """
     store = store or _open_launch_store()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = read_launch(joins=True)[:2]
     try:
         if rank == 0:
             try:

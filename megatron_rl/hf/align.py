@@ -25,7 +25,6 @@ from parallel.layout_hints import find_engine_problem, find_trainer_problem
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, HFTensor, Region
 
-
 _MOST = 1 << 16
 """Maximum of block times ranks: all numbers of groups of heads up to it are tried."""
 

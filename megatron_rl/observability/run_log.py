@@ -203,7 +203,7 @@ class RunLog:
 def read_run(folder: Path) -> dict[str, Any]:
     """Return run.json of a run. Raises UserError("RUN_DIR") if `folder` is not a run folder or run.json is damaged."""
     fix = "name the folder of one run, such as runs/quickstart/latest"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError("RUN_DIR", str(folder), "is not a folder", fix)
     try:
         run = json.loads((folder / "run.json").read_bytes())

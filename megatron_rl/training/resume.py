@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -133,7 +134,7 @@ def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
     torn: dict[Path, str] = {}
     for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run)):
         with errors_on_all_ranks():
-            if not folder.is_dir():
+            if not os.path.isdir(folder):
                 rule = f"rank {get_rank_and_size()[0]} does not see {folder}"
                 raise UserError("checkpoint.resume", str(run), rule, "name a folder that all nodes share")
         reasons = gather_from_ranks(checkpoints.find_damage(folder, *get_rank_and_size()))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
+from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
@@ -267,5 +268,6 @@ def run_session(config: Config, layout: Layout) -> Path:
         UserError: a mistake in the input that `preflight.check_run` could not detect.
         RunError: the run broke. Its log and a last checkpoint remain.
     """
+    read_launch(joins=True)
     with ExitStack() as resources:
         return Session(config, layout, resources).run()

@@ -42,8 +42,9 @@ def clear_unfinished(parent: Path) -> None:
 def list_newest_first(run: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first, including damaged ones."""
     parent = run / "checkpoints"
-    named = [(int(match[1]), folder) for folder in (parent.iterdir() if parent.is_dir() else ()) if (match := _NAME.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(named, reverse=True)]
+    names = os.listdir(parent) if os.path.isdir(parent) else ()
+    named = [(int(match[1]), name) for name in names if (match := _NAME.fullmatch(name))]
+    return [parent / name for _, name in sorted(named, reverse=True)]
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
