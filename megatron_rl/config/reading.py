@@ -5,20 +5,27 @@ with reading("CONFIG", str(path), "give a TOML file"):
 """
 
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_rl.errors import UserError, as_user_error
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A number of things, in a file."""
 READ_ERRORS = (OSError, ValueError, OverflowError, RecursionError, MemoryError, re.error)
 """What reading a file or parsing a text raises. ValueError includes texts that are not UTF-8, JSON, or TOML, and NUL in a path."""
 MOST_BYTES = 64 << 20
 """Largest file that is read as a whole."""
+_DEEPEST = 64
+"""Largest depth of lists and objects in JSON that is read back."""
 _LONGEST_NAME, _LONGEST_PATH = 255, 3072
 """Largest number of bytes of a file's name and of a path. Linux allows 4096 for a path, to which names of files are added."""
 
@@ -88,13 +95,57 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def parse_json(data: bytes | str) -> Any:
     """Return the value of a JSON text, with None for NaN and infinite numbers. Raise ValueError, or RecursionError if it is nested too
-    deeply."""
+    deeply for the code that reads it."""
 
     def parse_float(text: str) -> float | None:
         number = float(text)
-        return number if abs(number) < float("inf") else None
+        return number if math.isfinite(number) else None
 
-    return json.loads(data, parse_constant=lambda _: None, parse_float=parse_float)
+    value = json.loads(data, parse_constant=lambda _: None, parse_float=parse_float)
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise RecursionError for a JSON value that is nested too deeply for code that walks through it."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [item for each in level if isinstance(each, dict | list) for item in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise RecursionError
+
+
+def keep_valid(kind: TypeAdapter[Any], value: Any) -> tuple[Any, list[str]]:
+    """Return the parts of a JSON value that have the types of `kind`, and what was left out and why, or None if nothing can be kept."""
+    left_out: list[str] = []
+    while True:
+        try:
+            kind.validate_python(value, strict=True)
+            return value, left_out
+        except ValidationError as error:
+            details = error.errors(include_input=False, include_context=False)
+        wrong = {_find_part(value, detail["loc"]): detail["msg"].removeprefix("Value error, ") for detail in details}
+        outer = [path for path in wrong if not any(path[:length] in wrong for length in range(len(path)))]
+        left_out += [f"{'.'.join(map(str, path)) or 'all'} ({wrong[path]})" for path in outer]
+        if () in outer:
+            return None, left_out
+        for *parents, last in reversed(outer):  # pydantic goes through lists in order, so an item is removed before those ahead of it
+            part = value
+            for key in parents:
+                part = part[key]
+            del part[last]
+
+
+def _find_part(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the path of the innermost part of a value that a location of pydantic names; it may also name types and missing keys."""
+    path: list[int | str] = []
+    for key in location:
+        if (isinstance(value, dict) and key in value) or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
+            value = value[key]
+        else:
+            break
+        path.append(key)
+    return tuple(path)
 
 
 def check_path(path: Path | str) -> None:

@@ -32,7 +32,8 @@ from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
-from megatron_rl.observability.run_log import RunLog, read_metrics
+from megatron_rl.observability.run_folder import read_metrics
+from megatron_rl.observability.run_log import RunLog
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
@@ -97,7 +98,7 @@ class Session:
         if self.resumed is None or self.resume_point is None:
             return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
-        step, is_recorded = self.resume_point.state["step"], self.resume_point.state["unrecorded"] is None
+        step, is_recorded = self.resume_point.state["step"], self.resume_point.state.get("unrecorded") is None
         log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1)
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
@@ -166,7 +167,11 @@ class Session:
         """Load the checkpoint of a resumed run and return its state, or None for a new run."""
         if self.resume_point is None:
             return None
-        state = TrainState.from_dict(self.resume_point.state)
+        try:
+            state = TrainState.from_dict(self.resume_point.state)
+        except (KeyError, TypeError, ValueError) as error:
+            rule, fix = f"its state.json lacks {error}", "start a new run with checkpoint.resume=never"
+            raise UserError("checkpoint.resume", str(self.resume_point.folder), rule, fix) from None
         same_layout = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
         of_critic = None if critic is None else (critic.model, critic.optimizer)
         load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same_layout, of_critic)
