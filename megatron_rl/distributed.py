@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from megatron_rl.config.launch import read_launch
 from megatron_rl.errors import MegatronRLError, RunError, UserError, as_run_error, describe_disk_error
 from megatron_rl.hf.node_lock import make_cache_folder
 from parallel.plug import find_plug_error
@@ -88,7 +89,7 @@ def share_before_start(key: str, call: Callable[[], T], kind: Any, store: dist.S
         kind: type of the result.
         store: replaces the launcher's store, on which the process group is built later.
     """
-    rank, size, error = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    (rank, size, *_), error = read_launch(joins=True), None
     try:
         store = open_launch_store(_STORE_TIMEOUT) if store is None else store
         if rank == 0:
@@ -216,6 +217,7 @@ class _ErrorRecord(NamedTuple):
 
     name: str  # of its class
     arguments: tuple[str | int | float | bool | None, ...]
+    others: tuple[tuple[str | int | float | bool | None, ...], ...] = ()  # arguments of further UserErrors
 
     @classmethod
     def of(cls, error: MegatronRLError) -> "_ErrorRecord":
@@ -228,13 +230,15 @@ class _ErrorRecord(NamedTuple):
             arguments = str(error), error.log_tail
         # a file's name may hold bytes that are not UTF-8
         legible = (each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each for each in arguments)
-        return cls(type(error).__name__, tuple(legible))
+        others = tuple(cls.of(each).arguments for each in error.others) if isinstance(error, UserError) else ()
+        return cls(type(error).__name__, tuple(legible), others)
 
     def restore(self) -> MegatronRLError:
         classes: list[type[MegatronRLError]] = [MegatronRLError]
         for known in classes:
             classes += known.__subclasses__()
-        return next(known for known in classes if known.__name__ == self.name)(*self.arguments)
+        others = ([UserError(*arguments) for arguments in self.others],) if self.others else ()
+        return next(known for known in classes if known.__name__ == self.name)(*self.arguments, *others)
 
 
 _VALUE, _ERROR = b"+", b"-"  # first byte of an outcome

@@ -1,15 +1,42 @@
 """The project's expected errors, which print as one line without a traceback and without secrets. All other exceptions are bugs and keep
 their traceback."""
 
+from __future__ import annotations
+
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_rl.redaction import redact
 from parallel.plug import InputError, PlugError
 
-_ESCAPED = {ord(character): repr(character)[1:-1] for character in "\r\0"}
+_MOST_SHOWN = 160
+"""Number of characters of a value or a field's name that an error line shows."""
+_LONGEST_TEXT = 1000
+"""Number of characters of a rule or a fix that an error line shows. Both may quote what a user or a library wrote."""
+
+
+def shorten(text: str, most: int = _MOST_SHOWN) -> str:
+    """Return a text of at most about `most` characters, with the middle of a longer one left out."""
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end]} ... ({len(text) - most:,} more characters) ... {text[-end:]}"
+
+
+def quote(value: object) -> str:
+    """Return a value as an error line shows it: a text in quotes, and nothing longer than about 160 characters."""
+    try:
+        return repr(shorten(value)) if isinstance(value, str) else shorten(str(value))
+    except (ValueError, RecursionError):  # an integer of more digits than Python writes, or a value that is nested too deeply
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def escape(text: str) -> str:
+    """Return a text as one line: line breaks become spaces, and whatever cannot be printed becomes an escape such as \\x1b."""
+    text = re.sub(r"\s*\n\s*", " ", text)  # messages of libraries and names in a user's files may have several lines
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class MegatronRLError(Exception):
@@ -27,15 +54,26 @@ class UserError(MegatronRLError):
 
     exit_code = 2
 
-    def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
-        self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
-        text = redact(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
-        # messages of libraries and names in a user's files may have several lines
-        super().__init__(re.sub(r"\s*\n\s*", " ", text).translate(_ESCAPED))
+    def __init__(self, field: str, value: object, rule: str, fix: str = "", others: Sequence[UserError] = ()) -> None:
+        """Make the error of one mistake. `others` are further mistakes of the same input, each of which is shown as one more line."""
+        self.field, self.value, self.rule, self.fix, self.others = field, value, rule, fix, tuple(others)
+        shown = "" if value is None else f" = {quote(value)}"
+        line = f"{shorten(field)}{shown}: {shorten(rule, _LONGEST_TEXT)}" + (f"; {shorten(fix, _LONGEST_TEXT)}" if fix else "")
+        super().__init__("\n".join([escape(redact(line)), *map(str, self.others)]))
 
-    def __reduce__(self) -> tuple[object, ...]:  # errors are pickled between ranks
-        return UserError, (self.field, self.value, self.rule, self.fix)
+    def __reduce__(self) -> tuple[object, ...]:  # for multiprocessing
+        return UserError, (self.field, self.value, self.rule, self.fix, self.others)
+
+    @classmethod
+    def join(cls, errors: Sequence[UserError]) -> UserError:
+        """Return one error that shows several mistakes, in order and each line once."""
+        first, *others = {str(each): each for error in errors for each in (error.alone, *error.others)}.values()
+        return cls(first.field, first.value, first.rule, first.fix, others) if others else first
+
+    @property
+    def alone(self) -> UserError:
+        """The first mistake without the others."""
+        return UserError(self.field, self.value, self.rule, self.fix) if self.others else self
 
 
 class RunError(MegatronRLError):

@@ -11,10 +11,8 @@ them without importing the code that emits metrics.
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
-
-from megatron_rl.errors import UserError
 
 Unit = Literal["number", "small", "share", "count", "index", "bytes", "MiB", "seconds", "nats"]
 """`small`: a number that is often near 0. `share`: 0.5 means 50 %. `index`: an integer count."""
@@ -112,12 +110,8 @@ def dump_declarations() -> list[dict[str, Any]]:
 
 
 def read_declarations(run: Mapping[str, Any]) -> Declarations:
-    """Return the declarations in the contents of run.json. Raise UserError if another version wrote them."""
-    try:
-        rows: Iterable[dict[str, Any]] = (
-            {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", [])
-        )
-        return {row["name"]: Metric(**row) for row in rows}
-    except (TypeError, KeyError) as error:
-        rule = f"contains metric declarations of another version ({error})"
-        raise UserError("RUN_DIR", "run.json", rule, "use the version that wrote it") from None
+    """Return the declarations in the contents of run.json, as `observability.run_folder` returns them. Fields that only another version
+    has are ignored."""
+    known = {field.name for field in fields(Metric)}
+    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", ()))
+    return {row["name"]: Metric(**{key: value for key, value in row.items() if key in known}) for row in rows}

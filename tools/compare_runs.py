@@ -23,7 +23,7 @@ from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import MetricValue, Unit
-from megatron_rl.observability.run_log import read_metrics, read_run
+from megatron_rl.observability.run_folder import read_metrics, read_run
 from megatron_rl.reporting import plots
 from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg

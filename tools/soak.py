@@ -26,7 +26,7 @@ import typer
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.observability.run_log import read_jsonl, read_run
+from megatron_rl.observability.run_folder import METRICS, read_jsonl, read_run
 
 ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.05
@@ -65,7 +65,7 @@ class SoakRun:
             self._process = subprocess.Popen(self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
 
     def rows(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.folder / "metrics.jsonl")[0]
+        return read_jsonl(self.folder / "metrics.jsonl", METRICS)[0]
 
     def ended(self) -> bool:
         return self._process.poll() is not None
@@ -148,7 +148,7 @@ class Promise:
 
 def find_faults(run: Path) -> list[str]:
     """Return a line for each violated promise of a finished run, which must have recorded all its samples (`log.samples`)."""
-    samples, rows = read_jsonl(run / "samples.jsonl")[0], read_jsonl(run / "metrics.jsonl")[0]
+    samples, rows = read_jsonl(run / "samples.jsonl")[0], read_jsonl(run / "metrics.jsonl", METRICS)[0]
     return find_wrong_samples(samples, Promise.of_run(run)) + find_inexact(rows)
 
 

@@ -7,6 +7,7 @@ DIR/checkpoint/, baseline/    engine logs
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -72,7 +73,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     ks = request.list_ks(samples)
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "set it to held-out problems")
-    if request.output is not None and request.output.exists() and (not request.output.is_dir() or any(request.output.iterdir())):
+    if request.output is not None and os.path.lexists(request.output) and _holds_something(request.output):
         raise UserError("--output", str(request.output), "exists and is not an empty folder", "use a new folder")
     check(Facts.here(config), EVAL)
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
@@ -114,6 +115,10 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     write_page(folder)
     print_results(results)
     return folder
+
+
+def _holds_something(path: Path) -> bool:
+    return not os.path.isdir(path) or any(os.scandir(path))
 
 
 def _now() -> str:

@@ -1,6 +1,7 @@
 """The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
 import json
+import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this. Raise
     UserError before anything heavy starts, RunError if trainer or engine cannot be started or read."""
     for option, file in (("--svg", svg), ("--json", json_file)):
-        if file is not None and not file.absolute().parent.is_dir():
+        if file is not None and not os.path.isdir(file.absolute().parent):
             raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")
     config = pin_model(config)
     layout = check_run(config, GRAPH)

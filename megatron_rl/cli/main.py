@@ -261,7 +261,8 @@ def _exit_with(error: MegatronRLError) -> NoReturn:
     if _rank("LOCAL_RANK") > 0:
         time.sleep(_OTHER_RANKS_WAIT_S)
     tail = getattr(error, "log_tail", "").rstrip()
-    print(f"{tail}\n" * bool(tail) + f"{_prefix()}: {error}", file=sys.stderr, flush=True)
+    lines = "\n".join(f"{_prefix()}: {line}" for line in str(error).splitlines())
+    print(f"{tail}\n" * bool(tail) + lines, file=sys.stderr, flush=True)
     raise SystemExit(error.exit_code) from None
 
 

@@ -1,9 +1,12 @@
 """Base class of all configuration sections, and their flat form."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
+
+from megatron_rl.config.reading import check_path
 
 MAX_RANKS = 1 << 16
 """Largest number of ranks, engines, or stages. Checks and estimates loop over them before anything starts."""
@@ -28,9 +31,11 @@ class ConfigSection(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _fits_64_bits(cls, value: Any) -> Any:
+    def _can_be_used(cls, value: Any) -> Any:
         if isinstance(value, int) and abs(value) >= 1 << 63:
             raise ValueError("must be an integer of 64 bits")
+        if isinstance(value, Path):
+            check_path(value)
         return value
 
 

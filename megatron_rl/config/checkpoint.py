@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_rl.config.base import MAX_STEPS, ConfigSection
+from megatron_rl.config.reading import check_path
 
 
 class CheckpointConfig(ConfigSection):
@@ -20,3 +21,9 @@ class CheckpointConfig(ConfigSection):
     allow_changes: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Fields that decide results and may still differ from the resumed run, such as `["rollout.max_new_tokens"]`. Weights, optimizer,
     reference, step, and position in the data are kept. See docs/reference/resume.md."""
+
+    @field_validator("resume")
+    @classmethod
+    def _names_a_folder(cls, resume: str) -> str:
+        check_path(resume)
+        return resume

@@ -5,10 +5,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, MAX_TOKENS, ConfigSection
 from megatron_rl.config.hub import HUB_PREFIX
+from megatron_rl.config.reading import check_path
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
@@ -59,6 +60,12 @@ class DataSourceConfig(ConfigSection):
     """Columns of a row that reach judges. Defaults to `data.keep_columns`."""
     name: str = ""
     """Name of the set in metrics. Defaults to folder and file, hub name and split, or the lowercase attribute of a custom source."""
+
+    @field_validator("source")
+    @classmethod
+    def _names_a_file(cls, source: str) -> str:
+        check_path(source)
+        return source
 
     @model_validator(mode="after")
     def _takes_settings(self) -> Self:

@@ -1,4 +1,4 @@
-"""Conversion of pydantic's `ValidationError` into a `UserError` of one line. Works for any tree of pydantic models."""
+"""Conversion of pydantic's `ValidationError` into a `UserError` with one line for each mistake. Works for any tree of pydantic models."""
 
 import difflib
 import json
@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
 
+_MOST_MISTAKES = 20
+_LONGEST_NAME = 80  # names are compared with longer texts for too long, and those are no misspelled names
 _NUMBER_OR_BOOL = re.compile(r"[-+]?[0-9_]+(\.[0-9_]+)?(e[-+]?[0-9]+)?|true|false")
 _RULES = {
     "missing": "is required",
@@ -25,13 +27,23 @@ _RULES = {
 
 
 def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
-    """Return the first error as a `UserError`. Unknown keys come first, because a misspelled key is often also reported as missing."""
-    first, *others = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-    path = ".".join(str(part) for part in first["loc"]) or "config"
-    is_table = first["type"] == "missing" or isinstance(first["input"], dict)  # then the input is the whole table
-    more = f" ({len(others)} more {'error' if len(others) == 1 else 'errors'} after this one)" if others else ""
-    rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, ").replace("Input should be", "must be"))
-    return UserError(path, None if is_table else first["input"], rule, (_fix(first, path, root) + more).strip())
+    """Return the mistakes as one `UserError`. Unknown keys come first, because a misspelled key is often also reported as missing."""
+    found = error.errors(include_url=False)
+    # a list with a bad item is also reported itself
+    outer = {detail["loc"][:length] for detail in found for length in range(len(detail["loc"]))}
+    details = sorted((each for each in found if each["loc"] not in outer), key=lambda detail: detail["type"] != "extra_forbidden")
+    shown = [_describe(detail, root) for detail in details[:_MOST_MISTAKES]]
+    if more := len(details) - len(shown):
+        shown.append(UserError("config", None, f"has {more} more mistake{'s' * (more > 1)}"))
+    return UserError.join(shown)
+
+
+def _describe(detail: ErrorDetails, root: type[BaseModel]) -> UserError:
+    path = ".".join(str(part) for part in detail["loc"]) or "config"
+    # the input is the whole table, or the whole text
+    is_table = detail["type"] in ("missing", "json_invalid") or isinstance(detail["input"], dict)
+    rule = _RULES.get(detail["type"], detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be"))
+    return UserError(path, None if is_table else detail["input"], rule, _fix(detail, path, root))
 
 
 def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
@@ -57,7 +69,7 @@ def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
     fields = sorted(_paths(root), key=lambda field: field.count("."), reverse=True)
     siblings = [field for field in fields if field.rpartition(".")[0] == parent]
     same_section = [field for field in fields if field.partition(".")[0] == parent.partition(".")[0]]
-    for candidates, cutoff in ((siblings, 0.6), (same_section, 0.8), (fields, 0.8)):
+    for candidates, cutoff in () if len(name) > _LONGEST_NAME else ((siblings, 0.6), (same_section, 0.8), (fields, 0.8)):
         names = {field.rpartition(".")[2]: field for field in candidates}  # of equal names the outermost comes last and is kept
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
@@ -81,7 +93,7 @@ def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
         return _suggest_addition(path, root)
     if kind == "literal_error" and isinstance(value, str):
         choices = detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
-        close = difflib.get_close_matches(value, choices, n=1)
+        close = difflib.get_close_matches(value[:_LONGEST_NAME], choices, n=1)
         return f"did you mean {close[0]!r}?" if close else _default(path, root)
     if kind in ("string_type", "path_type"):
         return "put it in quotes"

@@ -8,9 +8,14 @@ from pydantic import AfterValidator
 
 
 def require_single_interface(host: str) -> str:
-    """Return `host`. Raise ValueError if it stands for all interfaces of the machine, such as "0.0.0.0" or "::" in any spelling."""
+    """Return `host`. Raise ValueError if it stands for all interfaces of the machine, such as "0.0.0.0" or "::" in any spelling, or is no
+    name of a host."""
+    if not host.isprintable() or " " in host:
+        raise ValueError("is not a host name")
     try:
         entries = socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)
+    except UnicodeError:
+        raise ValueError("is not a host name") from None
     except OSError:  # a host name, which is resolved when the socket is bound
         return host
     addresses = [ipaddress.ip_address(str(entry[4][0])) for entry in entries]

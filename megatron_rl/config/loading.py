@@ -12,10 +12,12 @@ from pydantic import ValidationError
 
 from megatron_rl.config.base import flatten
 from megatron_rl.config.errors import find_field, to_user_error
+from megatron_rl.config.reading import read_file, reading
 from megatron_rl.config.run import Config
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import MASK, find_secret, hold_variable, redact
 
+_EXAMPLE = "give a TOML file such as configs/quickstart.toml"
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -32,15 +34,17 @@ def load_config(
     """Read a TOML file, apply `--section.key=value` overrides, and validate the result.
 
     Relative paths in the file are relative to the working directory. `root` may be a configuration with additional sections, and `more` a
-    second file with these sections. Raise UserError if the file cannot be read, is not valid TOML, has an unknown key or a bad value, or
-    contains a secret.
+    second file with these sections. Raise UserError if the file cannot be read, is not valid TOML, contains a secret, or has unknown keys
+    or bad values, of which each is one line of the error.
     """
-    table = apply_overrides(_read_toml(path) | (_read_toml(more) if more else {}), overrides)
-    _refuse_secrets(table)
-    try:  # from JSON even a strict model accepts a string as Path and a list as tuple
-        return root.model_validate_json(json.dumps(table, default=str))
-    except ValidationError as error:
-        raise to_user_error(error, root) from None
+    table = _read_toml(path) | (_read_toml(more) if more else {})
+    with reading("CONFIG", str(path), _EXAMPLE):
+        table = apply_overrides(table, overrides)
+        _refuse_secrets(table)
+        try:  # from JSON even a strict model accepts a string as Path and a list as tuple
+            return root.model_validate_json(json.dumps(table, default=str))
+        except ValidationError as error:
+            raise to_user_error(error, root) from None
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -75,19 +79,16 @@ def _refuse_secrets(table: dict[str, Any]) -> None:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        line = int(position[1]) if position else text.count("\n") + 1  # "at end of document" has no line number
-        raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: position.start()] if position else message}") from None
-    except UnicodeDecodeError:
-        raise UserError("CONFIG", str(path), "is not a UTF-8 text file", "give a TOML file such as configs/quickstart.toml") from None
-    except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UserError("CONFIG", str(path), reason, "give a TOML file such as configs/quickstart.toml") from None
+    with reading("CONFIG", str(path), _EXAMPLE):
+        text = read_file(path).decode()
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            message = str(error)
+            position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+            line = int(position[1]) if position else text.count("\n") + 1  # "at end of document" has no line number
+            rule = f"not valid TOML: {message[: position.start()] if position else message}"
+            raise UserError(f"{path}, line {line}", None, rule) from None
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -100,14 +101,17 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = next(words, "--")
             if value.startswith("--"):
                 raise UserError(f"--{path}", None, "has no value", f"write --{path}=VALUE")
+        with reading(f"--{path}", value):
+            f"{path}{value}".encode()  # an argument that is not UTF-8 has surrogates
         yield path, value
 
 
 def _override_value(path: str, text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
+    with reading(f"--{path}", text):
+        try:
+            parsed = tomllib.loads(f"value = {text}")
+        except tomllib.TOMLDecodeError:
+            return text
     if len(parsed) > 1 or (not isinstance(parsed["value"], str) and _is_text(path)):
         return text  # --log.dir=2026 is a folder although it parses as a number
     return parsed["value"]

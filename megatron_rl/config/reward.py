@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, MAX_TOKENS, MAX_WORKERS, ConfigSection
+from megatron_rl.config.reading import as_value_error
 from megatron_rl.plugs import REWARDS
-from megatron_rl.redaction import MASK
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "exact": ("pattern",),
@@ -18,6 +18,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "http": ("url", "token_env", "batch_size", "timeout", "retries"),
 }
 """Settings of each function. Functions that are not listed have no settings."""
+_LONGEST_URL = 2048
 _REQUIRED = {"format": ("pattern",), "length": ("full_tokens", "zero_tokens"), "http": ("url",)}
 
 
@@ -51,16 +52,23 @@ class RewardFunctionConfig(ConfigSection):
     @model_validator(mode="after")
     def _settings(self) -> Self:
         _check_settings(self.name, self.model_fields_set)
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is not a valid regular expression ({error})") from None
         if self.name == "length" and self.full_tokens == self.zero_tokens:
             raise ValueError(f"full_tokens and zero_tokens are both {self.full_tokens}; they must differ")
-        if self.name == "http" and not _is_http(self.url):
-            shown = MASK if "@" in self.url else repr(self.url)  # what stands before an @ may be a password
-            raise ValueError(f"url {shown} must be a URL such as http://host:8000/score")
         return self
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        with as_value_error():
+            re.compile(pattern)
+        return pattern
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        if not _is_http(url):
+            raise ValueError("must be a URL such as http://host:8000/score")
+        return url
 
     @model_serializer(mode="wrap")
     def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -136,8 +144,11 @@ def _check_settings(name: str, given: set[str]) -> None:
 
 
 def _is_http(url: str) -> bool:
+    if not url.isprintable() or " " in url or len(url) > _LONGEST_URL:  # urlsplit drops line breaks, and the client raises for them
+        return False
     try:
         address: Any = urlsplit(url)
+        address.hostname.encode("idna")  # as the client does
         return address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-    except ValueError:  # the port is not a number
+    except (ValueError, AttributeError):  # the port is not a number, or there is no host, or none of this name
         return False

@@ -5,6 +5,7 @@ Files are JSONL (one object per line), JSON (one array of objects) or Parquet, r
 (HF_HUB_OFFLINE=1). The folder of a local clone can replace OWNER/NAME. Data sets that run code are refused.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,8 +36,8 @@ def read_file_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterat
     Raises:
         UserError: The file is missing or unreadable, or a row is not JSON.
     """
-    if not path.is_file():
-        raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", SOURCE_FIX)
+    if not os.path.isfile(path):
+        raise UserError(field, str(path), "is a folder" if os.path.isdir(path) else "does not exist", SOURCE_FIX)
     try:
         if path.suffix == ".parquet":
             yield from _read_parquet_rows(path, field, keep)
@@ -137,7 +138,7 @@ def _load_data_set(source: str, name: str, config: str | None, split: str, field
     datasets.disable_progress_bars()
     logging.set_verbosity_error()  # otherwise each retry prints a line
     try:
-        repository, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
+        repository, _, revision = (name, "", "") if os.path.isdir(name) else name.partition("@")
         return datasets.load_dataset(repository, config, split=split, revision=revision or None)
     except Exception as error:  # OSError, ValueError, and errors of `datasets` and of the hub client
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.reading import read_file
 from megatron_rl.errors import UserError
 from megatron_rl.types import ChatMessage
 
@@ -93,7 +94,7 @@ def read_template(data: DataConfig) -> str:
         return data.prompt_template
     field = "data.prompt_template_file"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_file(file).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(field, str(file), f"cannot be read ({reason})", f"use a text file that contains {_PLACEHOLDER}") from None

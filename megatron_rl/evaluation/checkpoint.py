@@ -52,8 +52,10 @@ class EvalCheckpoint:
     @property
     def run_dir(self) -> Path | None:
         """Folder of the run that wrote the checkpoint, or None if the checkpoint is not inside a run's folder."""
-        parents = self.folder.resolve().parents
-        return parents[1] if self.step is not None and parents[0].name == "checkpoints" and (parents[1] / "run.json").is_file() else None
+        if self.step is None:
+            return None
+        checkpoints, run, *_ = self.folder.resolve().parents
+        return run if checkpoints.name == "checkpoints" and os.path.isfile(run / "run.json") else None
 
     def prepare(self, config: Config, temporary: Path) -> Path:
         """Return the folder for the engine: the checkpoint's own folder, or `temporary` with a converted copy."""
@@ -124,7 +126,7 @@ def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
 
 def _find_base(path: Path, option: str, hf_config: dict[str, Any]) -> Path:
     """Return the folder of the adapters' base model. Its architecture must not have changed since training."""
-    if not str(path).startswith(HUB_PREFIX) and not path.is_dir():
+    if not str(path).startswith(HUB_PREFIX) and not os.path.isdir(path):
         raise UserError(option, str(path), "is the base model of these adapters, but not a folder", "restore the run's model.path")
     base = fetch_model(path, option)
     if ModelGeometry.from_hf_config(read_config(base)) != ModelGeometry.from_hf_config(hf_config):

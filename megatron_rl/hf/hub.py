@@ -30,7 +30,7 @@ def pin_hub_model(path: Path, field: str = "model.path") -> Path:
         return path
     with _lock(model, path, field):
         folder = _download(model, None, path, field)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise UserError(field, str(path), "holds no config.json", "name a model with config.json, tokenizer and safetensors weights")
     return Path(f"{HUB_PREFIX}{model.repository}@{folder.name}")
 
@@ -67,7 +67,7 @@ def _parse(path: Path, field: str) -> HubModel | None:
 
 
 def _find_missing(folder: Path, files: Sequence[str]) -> list[str]:
-    return [file for file in files if not (folder / file).is_file()]
+    return [file for file in files if not os.path.isfile(folder / file)]
 
 
 def _download(model: HubModel, files: list[str] | None, path: Path, field: str) -> Path:

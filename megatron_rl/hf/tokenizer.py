@@ -1,6 +1,6 @@
 """Loads the tokenizer of a checkpoint folder with transformers, and compares the tokenizer of a copy with the source's."""
 
-import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _PROBE = "1 + 1 = 2\n\tUn élève, 東京\u3000🙂  def f(x):\r\n    return x**
 def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder from local files only. Raises UserError, naming `field`, if the folder is missing, holds no
     usable tokenizer, or its tokenizer has no end token."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
     family = _check_configs(folder, field)
     try:
@@ -41,11 +41,11 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
         raise UserError(field, str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
     file = folder / "tokenizer.json"
     # for some classes, transformers takes only the vocabulary from tokenizer.json: a byte-level one then loses all blanks
-    loses = tokenizer.decode(ids).strip() != _PLAIN and file.is_file()
+    loses = tokenizer.decode(ids).strip() != _PLAIN and os.path.isfile(file)
     if loses and Tokenizer.from_file(str(file)).encode(_PLAIN, add_special_tokens=False).ids != ids:
         rule = f"transformers reads its tokenizer.json as {type(tokenizer).__name__}, which encodes other tokens than the file says"
         raise UserError(field, str(folder), rule, 'set "tokenizer_class" to "PreTrainedTokenizerFast" in tokenizer_config.json')
-    _add_bos(tokenizer, folder / "tokenizer_config.json")
+    _add_bos(tokenizer, folder / "tokenizer_config.json", field)
     return tokenizer
 
 
@@ -53,10 +53,10 @@ def _check_configs(folder: Path, field: str) -> dict[str, Any]:
     """Raise UserError, naming `field`, if transformers, and so an engine, cannot read the configs in a folder. Return the argument by which
     transformers takes a model for one of the family of which it has another name, if it has."""
     path = folder / "config.json"
-    model_type = str(read_object(path, field).get("model_type")) if path.is_file() else ""
+    model_type = str(read_object(path, field).get("model_type")) if os.path.isfile(path) else ""
     for name, config in {"config.json": AutoConfig, "generation_config.json": GenerationConfig}.items():
         try:
-            if (folder / name).is_file() and (config is GenerationConfig or model_type in FAMILIES):
+            if os.path.isfile(folder / name) and (config is GenerationConfig or model_type in FAMILIES):
                 config.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of any class, depending on what is wrong
             reason = " ".join(str(error).split())[:200]
@@ -64,12 +64,11 @@ def _check_configs(folder: Path, field: str) -> dict[str, Any]:
     return {"config": AutoConfig.for_model(ALIASES[model_type])} if model_type in ALIASES else {}
 
 
-def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path) -> None:
+def _add_bos(tokenizer: PreTrainedTokenizerBase, settings: Path, field: str) -> None:
     """Let the tokenizer add its BOS token if `add_bos_token` says so. Transformers 5 ignores this setting beside a tokenizer.json, although
     base models such as DeepSeek rely on it."""
-    found = json.loads(settings.read_text()) if settings.is_file() else {}
-    wanted = isinstance(found, dict) and found.get("add_bos_token") is True
-    if wanted and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in tokenizer.encode(""):
+    found = read_object(settings, field) if os.path.isfile(settings) else {}
+    if found.get("add_bos_token") is True and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in tokenizer.encode(""):
         tokenizer.add_bos_token = True
 
 
@@ -87,7 +86,7 @@ def check_copy(source: Path, copy: Path, field: str = "model.path") -> None:
 def _stamp(folder: Path) -> tuple[tuple[str, int], ...]:
     """Return names and times of change of the files that a tokenizer may be read from."""
     files = (folder / "config.json", *list_kept_files(folder))
-    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.is_file())
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if os.path.isfile(file))
 
 
 @lru_cache(maxsize=4)

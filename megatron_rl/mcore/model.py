@@ -1,7 +1,6 @@
 """Starts Megatron's process groups and builds the policy as a Megatron-Core GPTModel."""
 
 import datetime
-import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.config.launch import read_launch
 from megatron_rl.distributed import join_ranks
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
@@ -44,12 +44,13 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups for `layout`. Rank and world size come from
     torchrun's environment; without it, the world is this process. Collectives time out after `timeout_minutes`, which must cover the time
     that ranks wait for rank 0 while the engine generates."""
+    launch = read_launch(joins=True)
     configure_nvtx_profiling(runs_under_nsys())  # enables Megatron's NVTX ranges
     cpu.install()
     adam.install()
     quantizing_optimizer.install()
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(launch.local_rank)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else register_shared_gloo()
         join_ranks(backend, _RENDEZVOUS_TIMEOUT)

@@ -1,4 +1,4 @@
-"""The run folder: what a run writes about itself, and how to read it back.
+"""The run folder: what a run writes about itself. `run_folder` reads it back.
 
     run.json        command, config, versions, final status, and the declarations of its metrics
     metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
@@ -26,10 +26,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+from megatron_rl.config.reading import READ_ERRORS, parse_json
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_unexpected, warn_undeclared
 from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
+from megatron_rl.observability.run_folder import read_run
 from megatron_rl.observability.trackers import Trackers
 from megatron_rl.redaction import redact, redact_data
 
@@ -105,7 +107,7 @@ class RunLog:
         still writes the folder, or if it cannot be written.
         """
         last_row = step if last_row is None else last_row
-        run = read_run(folder) | _describe_launch(config, versions, models)
+        run = read_run(folder, field="checkpoint.resume") | _describe_launch(config, versions, models)
         at = datetime.now().astimezone().isoformat(timespec="seconds")
         run["resumed"] = [*run.get("resumed", []), {"step": step, "at": at, "changes": []}]
         try:
@@ -203,66 +205,6 @@ class RunLog:
         replace_file(self.dir / "run.json", text, durable=True)
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Return run.json of a run. Raises UserError("RUN_DIR") if `folder` is not a run folder or run.json is damaged."""
-    fix = "name the folder of one run, such as runs/quickstart/latest"
-    if not folder.is_dir():
-        raise UserError("RUN_DIR", str(folder), "is not a folder", fix)
-    try:
-        run = json.loads((folder / "run.json").read_bytes())
-    except OSError as error:
-        raise UserError("RUN_DIR", str(folder), f"holds no readable run.json ({error.strerror})", fix) from None
-    except ValueError as error:
-        raise UserError("RUN_DIR", str(folder), f"run.json is damaged ({error})", fix) from None
-    if not isinstance(run, dict) or run.get("status") not in ("running", "finished", "broken"):
-        raise UserError("RUN_DIR", str(folder), "run.json has no status of running, finished, or broken", fix)
-    return run
-
-
-def is_abandoned(folder: Path, run: Mapping[str, Any]) -> bool:
-    """Return whether the process that should write a folder, and hold the lock of its run.log, has ended. Only its own host knows."""
-    if run["status"] != "running" or run.get("host") != socket.gethostname():
-        return False
-    try:
-        with (folder / "run.log").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
-    """Return the rows of metrics.jsonl, oldest first. A torn last line is skipped, with a warning on stderr."""
-    rows, warning = read_jsonl(folder / "metrics.jsonl")
-    if warning:
-        print(warning, file=sys.stderr)
-    return rows
-
-
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a JSONL file, and a warning if the last line was torn by a crash and skipped, or "". Raises UserError("RUN_DIR")
-    with file and line for damage anywhere else."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], ""
-    except OSError as error:
-        raise UserError("RUN_DIR", str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
-    rows: list[dict[str, Any]] = []
-    numbered_lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, line in numbered_lines:
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
-        except ValueError:
-            if number == numbered_lines[-1][0]:
-                return rows, f"{path.name}: the last line (line {number}) is torn and was skipped"
-            raise UserError("RUN_DIR", str(path), f"line {number} is not a JSON object", "restore the file or remove the line") from None
-        rows.append(row)
-    return rows, ""
-
-
 def _describe_launch(config: dict[str, Any], versions: dict[str, str], models: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the entries of run.json that describe a start or a resumption by this process."""
     process = {"argv": sys.argv, "cwd": os.getcwd(), "host": socket.gethostname(), "pid": os.getpid()}
@@ -290,18 +232,23 @@ def _keep_room(folder: Path) -> None:
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Remove all lines from the first one of a later step, and a torn last line."""
+    """Remove all lines from the first one of a later step, and a torn last line. A damaged line before them stays."""
     end = 0
     with path.open("rb+") as file:
         for line in file:
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except ValueError:
+            if not line.endswith(b"\n") or _is_later(line, step):
                 break
             end += len(line)
         file.truncate(end)
         os.fsync(file.fileno())
+
+
+def _is_later(line: bytes, step: int) -> bool:
+    try:
+        row = parse_json(line)
+    except READ_ERRORS:
+        return False
+    return isinstance(row, dict) and type(row.get("step")) is int and row["step"] > step
 
 
 def _json_number(key: str, value: float) -> MetricValue:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from megatron_rl.config.launch import read_number
+
 _thread_counts: list[int] = []  # counts that open contexts restore, outermost first
 
 
@@ -15,8 +17,9 @@ def count_threads(processes: int) -> int:
     """Return the threads of each of `processes` that share the cores of this one. A single process gets at most OMP_NUM_THREADS, which
     torchrun sets to 1 for several processes."""
     cores = len(os.sched_getaffinity(0))
-    wanted, *_nested = (os.environ.get("OMP_NUM_THREADS") or str(cores)).split(",")
-    return min(cores, int(wanted)) if processes == 1 else max(cores // processes, 1)
+    wanted, *_nested = os.environ.get("OMP_NUM_THREADS", "").split(",")  # one limit for each level of nested parallelism
+    limit = read_number("OMP_NUM_THREADS", wanted, 1, 1 << 20) if wanted.strip() else cores
+    return min(cores, limit) if processes == 1 else max(cores // processes, 1)
 
 
 def lend_threads(count: int) -> None:

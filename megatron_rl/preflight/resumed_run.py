@@ -1,19 +1,19 @@
 """Choice of the run to resume, and what has changed since it stopped. `resume_table` says what may change."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_rl.config import Config
 from megatron_rl.config.base import flatten
 from megatron_rl.config.errors import find_nearest_field
+from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.observability.run_log import read_run
+from megatron_rl.observability.run_folder import check_written_files, read_run
 from megatron_rl.preflight.resume_table import EQUAL, FIELDS, FREELY, NAMED, NEVER, find_row, is_named
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
@@ -99,7 +99,9 @@ def find_run_to_resume(config: Config) -> ResumedRun | None:
         return None
     if resume == "auto":
         folder = config.log.dir / "latest"
-        if not (folder / "run.json").is_file() or not checkpoints.list_newest_first(folder) or read_run(folder)["status"] == "finished":
+        if not os.path.isfile(folder / "run.json") or not checkpoints.list_newest_first(folder):
+            return None
+        if read_run(folder, field="checkpoint.resume")["status"] == "finished":
             return None
     else:
         folder = Path(resume)
@@ -107,7 +109,8 @@ def find_run_to_resume(config: Config) -> ResumedRun | None:
             fix = "give the folder of a run that wrote a checkpoint, or use auto"
             raise UserError("checkpoint.resume", resume, "has no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
-    saved, facts = _saved_config(folder), read_run(folder)
+    check_written_files(folder)
+    saved, facts = _saved_config(folder), read_run(folder, field="checkpoint.resume")
     config = _keep_names(config, saved, Path(facts.get("cwd", "")))
     run = ResumedRun(folder, config, _find_changes(config, saved), facts.get("models") or {})
     _check_changes(run, saved)
@@ -117,10 +120,10 @@ def find_run_to_resume(config: Config) -> ResumedRun | None:
 def _saved_config(run: Path) -> Config:
     """Return the configuration of a run. Fields that did not exist yet get their defaults."""
     try:
-        saved = read_run(run).get("config") or {}
+        saved = read_run(run, field="checkpoint.resume").get("config") or {}
         saved.get("train", {}).pop("distributed_optimizer", None)  # old runs have it; it only placed Adam's state
         return Config.model_validate_json(json.dumps(saved))
-    except ValidationError:
+    except READ_ERRORS:  # ValidationError is a ValueError
         rule = "has a configuration that this version of megatron-rl does not support"
         raise UserError("checkpoint.resume", str(run), rule, "resume with the version that wrote it, or start a new run") from None
 
@@ -200,6 +203,6 @@ def _add(config: Config, field: str) -> str:
 
 def _read_state(folder: Path) -> Mapping[str, Any]:
     try:
-        return dict(json.loads((folder / "state.json").read_bytes()))
-    except (OSError, ValueError):
+        return checkpoints.read_state_file(folder)
+    except READ_ERRORS:
         return {}  # a damaged checkpoint, which is reported when all are checked

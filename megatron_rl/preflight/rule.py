@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import Config
 from megatron_rl.config.hub import HubModel, find_model_folder
+from megatron_rl.config.launch import read_launch
 from megatron_rl.errors import RunError, UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import pin_hub_model
@@ -45,6 +45,7 @@ class Needs(Flag):
     WEIGHTS = auto()  # files of the checkpoint; rank 0 only, because it reads all headers
 
 
+ALONE = Needs.TRAINER  # settings that need neither a model nor a machine
 RANK_0 = Needs.TASK | Needs.WEIGHTS
 TRAIN = ~Needs(0)
 GRAPH = ~Needs.TASK
@@ -75,8 +76,8 @@ class Facts:
         import torch
 
         limit_calls(config.log.stuck_after / 2)  # so that a call ends before the watchdog ends the run
-        gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(config, ranks=ranks, engine_nodes=len(config.rollout.hosts), node_gpus=gpus, **model)
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(config, ranks=read_launch().size, engine_nodes=len(config.rollout.hosts), node_gpus=gpus, **model)
 
     @cached_property
     def model(self) -> ModelGeometry:
@@ -148,12 +149,36 @@ def find_mistakes(facts: Facts, known: Needs, about: Needs | None = None) -> Ite
 
 
 def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
-    """Raise UserError for the first mistake. If the mistake is in a layout, search for layouts that work and name them."""
-    for _, error in find_mistakes(facts, known, about):
-        with as_user_error():
-            if isinstance(error, GeometryError):
-                raise add_layout_hints(error, facts.model, facts.layout, facts.engine, facts.contract.format_of)
-            raise error
+    """Raise UserError for the first mistake and for those that `find_more_mistakes` finds. If a mistake is in a layout, search for layouts
+    that work and name them."""
+    first = next(find_mistakes(facts, known, about), None)
+    if first is None:
+        return
+    errors: list[UserError] = []
+    for error in (first[1], *find_more_mistakes(facts, first[0], known, about)):
+        try:
+            with as_user_error():
+                if isinstance(error, GeometryError) and not errors:
+                    raise add_layout_hints(error, facts.model, facts.layout, facts.engine, facts.contract.format_of)
+                raise error
+        except UserError as shown:
+            errors.append(shown)
+    raise UserError.join(list({error.field: error for error in reversed(errors)}.values())[::-1])
+
+
+def find_more_mistakes(facts: Facts, first: Rule, known: Needs, about: Needs | None = None) -> list[UserError | InputError]:
+    """Return the mistakes that checks after `first` find without files, devices, or workers. Such a check may rely on what `first` refused,
+    so its other errors say nothing."""
+    found: list[UserError | InputError] = []
+    for each in RULES[RULES.index(first) + 1 :]:
+        if each.needs in known & ALONE and (about is None or each.needs & about):
+            try:
+                each.check(facts)
+            except (UserError, InputError) as error:
+                found.append(error)
+            except Exception:
+                continue
+    return found
 
 
 def check_run(config: Config, known: Needs = TRAIN) -> Layout:
@@ -191,7 +216,7 @@ def pin_model(config: Config) -> Config:
     """
     if HubModel.parse(config.model.path) is None:
         return config
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if read_launch().size == 1:
         path = pin_hub_model(config.model.path)
     else:
         from megatron_rl.distributed import share_before_start  # imports torch, which `plan` does not need

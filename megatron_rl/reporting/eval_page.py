@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.observability.files import replace_file
-from megatron_rl.observability.run_log import read_jsonl
+from megatron_rl.observability.run_folder import read_jsonl
 from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import (
     format_difference,

@@ -1,11 +1,11 @@
 """Formats `eval.json` for the terminal, the evaluation page, and the run's report."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.reporting.formatting import format_value
+from megatron_rl.observability.run_folder import EVAL, read_file_of
+from megatron_rl.reporting.formatting import format_value, visible
 
 EstimateDict = dict[str, float | None]  # value, low, high; low and high are None without an interval
 Column = tuple[str, str, str]  # a column of estimates: title, kind, k
@@ -88,20 +88,21 @@ def summarize(results: dict[str, Any]) -> str:
     return text + "."
 
 
-def summarize_evaluations(run_dir: Path) -> list[dict[str, str]]:
-    """Return a table row for each complete evaluation in `run_dir/eval`, ordered by RL step."""
+def summarize_evaluations(run_dir: Path, left_out: list[str]) -> list[dict[str, str]]:
+    """Return a table row for each complete evaluation in `run_dir/eval`, ordered by RL step. `left_out` receives a warning for each file
+    that cannot be read."""
     evaluations = []
     for path in sorted(run_dir.glob("eval/*/eval.json")):
-        try:
-            results = json.loads(path.read_text())
-            overall = results["sides"]["checkpoint"]["table"][0]
-            columns = list_columns(results)
-            estimates = zip(columns, format_estimates(overall, columns), strict=True)
-            text = ", ".join(f"{title} {estimate}" for (title, _, _), estimate in estimates)
-            baseline = f"; against {results['sides']['baseline']['path']}: {summarize(results)}" if results["comparison"] else ""
-            step = results["sides"]["checkpoint"]["step"]
-            row = {"folder": f"eval/{path.parent.name}", "step": str(step), "problems": str(overall["problems"]), "found": text + baseline}
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        if (results := read_file_of(EVAL, path, left_out)) is None:
             continue
+        overall = results["sides"]["checkpoint"]["table"][0]
+        # a k that a damaged file lacks is not shown
+        columns = [column for column in list_columns(results) if not column[2] or column[2] in overall[column[1]]]
+        estimates = zip(columns, format_estimates(overall, columns), strict=True)
+        text = ", ".join(f"{title} {estimate}" for (title, _, _), estimate in estimates)
+        baseline = results["sides"].get("baseline", {})
+        against = f"; against {visible(baseline.get('path', 'a baseline'))}: {summarize(results)}" if results["comparison"] else ""
+        step = results["sides"]["checkpoint"]["step"]
+        row = {"folder": f"eval/{path.parent.name}", "step": str(step), "problems": str(overall["problems"]), "found": text + against}
         evaluations.append((step or 0, path.parent.name, row))
     return [row for _, _, row in sorted(evaluations, key=lambda entry: entry[:2])]

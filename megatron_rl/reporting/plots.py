@@ -35,7 +35,7 @@ _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "megatron-rl", "font.size": 9, "axes.titlesize": 9, "text.color": _INK, "axes.labelcolor": _INK,
     "axes.edgecolor": _GRID, "xtick.color": _INK, "ytick.color": _INK, "axes.grid": True, "grid.color": _GRID, "grid.linewidth": 0.6,
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,
-    "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0,
+    "text.parse_math": False, "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0,
 }  # fmt: skip
 
 
@@ -215,14 +215,17 @@ def _draw_reward(ax: Axes, rows: Rows, panel: Panel) -> None:
 
 def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
     """Draw the seconds of each phase as stacked bars per step; "other" is the rest of the step."""
-    first = min(int(row["step"] or 0) for row in rows)
-    count = max(int(row["step"] or 0) for row in rows) - first + 1
-    edges = [first - 0.5 + number for number in range(count + 1)]
-    bottom = [0.0] * count
+    edges: list[float] = []
+    places: dict[int, int] = {}
+    for step in sorted({int(row["step"] or 0) for row in rows}):
+        edges += [step - 0.5] * (edges[-1:] != [step - 0.5])  # steps without a row share one bar of no height
+        places[step] = len(edges) - 1
+        edges.append(step + 0.5)
+    bottom = [0.0] * (len(edges) - 1)
     for number, (name, phase) in enumerate((*panel.series, ("", "other"))):
-        seconds = [0.0] * count
+        seconds = [0.0] * len(bottom)
         for row in rows:
-            index = int(row["step"] or 0) - first
+            index = places[int(row["step"] or 0)]
             step_seconds = float(row.get("time/step") or 0.0)
             seconds[index] = float(row.get(name) or 0.0) if name else max(0.0, step_seconds - bottom[index])
         if any(seconds):

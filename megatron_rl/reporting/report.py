@@ -4,7 +4,7 @@ The page loads nothing and runs no script, so it can be mailed or opened from a 
 says so. All text written by the model is escaped.
 """
 
-import json
+import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,14 +13,16 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatron_rl.config.reading import describe_read_error, open_regular
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, describe, read_declarations
 from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
-from megatron_rl.observability.run_log import is_abandoned, read_jsonl, read_run
+from megatron_rl.observability.run_folder import METRICS, PROFILE, is_abandoned, read_file_of, read_jsonl, read_run
 from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import summarize_evaluations
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
+from megatron_rl.reporting.graph_image import read_graph
 from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
 
 CAUSE_LABELS = {
@@ -32,7 +34,7 @@ CAUSE_LABELS = {
     "total": "engine to newest weights",
 }
 """Labels of the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
-_LOG_LINES = 20
+_LOG_LINES, _LOG_BYTES = 20, 1 << 16
 _UNDECLARED = "run.json has no metric declarations (an older version wrote it), so metrics are listed without descriptions and not plotted"
 
 
@@ -60,12 +62,12 @@ class RunFacts:
 
 def read_facts(run_dir: Path) -> RunFacts:
     """Read run.json and metrics.jsonl. Raise UserError("RUN_DIR") if `run_dir` has no readable run."""
-    run = read_run(run_dir)
+    left_out: list[str] = []
+    run = read_run(run_dir, left_out)
     declared = read_declarations(run)
-    rows, warning = read_jsonl(run_dir / "metrics.jsonl")
-    _check_rows(rows, run_dir / "metrics.jsonl")
+    rows, warning = read_jsonl(run_dir / "metrics.jsonl", METRICS)
     tiles = [_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)]
-    warnings = [text for text in (warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text]
+    warnings = [text for text in (*left_out, warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text]
     return RunFacts(run, rows, declared, _state(run, rows, is_abandoned(run_dir, run)), tiles, warnings)
 
 
@@ -74,22 +76,26 @@ def write_report(run_dir: Path) -> Path:
     facts = read_facts(run_dir)
     run, rows, declared = facts.run, facts.rows, facts.declared
     samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
+    graph, graph_warning = read_graph(run_dir / "graph.svg")
+    log, log_warning = _read_end(run_dir / "run.log")
+    left_out: list[str] = []
+    profiles, evaluations = _read_profiles(run_dir / "profile", left_out), summarize_evaluations(run_dir, left_out)
     page = render_page(
         "report.html.j2",
         name=run_dir.resolve().name,
         state=facts.state,
         headline=headline(rows),
         tiles=facts.tiles,
-        warnings=[*facts.warnings, *([samples_warning] if samples_warning else [])],
+        warnings=[*facts.warnings, *filter(None, (samples_warning, *left_out, graph_warning, log_warning))],
         **_draw_plots(rows, declared),
-        profiles=_read_profiles(run_dir / "profile"),
+        profiles=profiles,
         causes=_list_causes(rows),
         changes=[{"step": part["step"], **change} for part in run.get("resumed", ()) for change in part.get("changes", ())],
-        evaluations=summarize_evaluations(run_dir),
+        evaluations=evaluations,
         metrics=_list_metrics(rows, declared),
         samples=_choose_samples(samples),
-        graph=_read_text(run_dir / "graph.svg"),
-        log=visible("\n".join(_read_text(run_dir / "run.log").splitlines()[-_LOG_LINES:])),
+        graph=graph,
+        log=visible("\n".join(log.splitlines()[-_LOG_LINES:])),
         origin="How it was run",
         versions=run.get("versions") or {},
         times=("started", f"{run.get('started')} on {run.get('host')}"),
@@ -232,13 +238,13 @@ def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
     return table
 
 
-def _read_profiles(folder: Path) -> list[dict[str, Any]]:
+def _read_profiles(folder: Path, left_out: list[str]) -> list[dict[str, Any]]:
     """Return the tables of `observability.profiling` for each profiled step and rank, formatted, with the file of the trace."""
     profiles = []
     for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_bytes())
-        lines = [(row["name"], row["calls"], f"{row['device_ms']:.2f}", f"{row['host_ms']:.2f}") for row in found["operators"]]
-        profiles.append({**found, "lines": lines, "trace": f"profile/{path.stem}.trace.json.gz"})
+        if (found := read_file_of(PROFILE, path, left_out)) is not None:
+            lines = [(row["name"], row["calls"], f"{row['device_ms']:.2f}", f"{row['host_ms']:.2f}") for row in found["operators"]]
+            profiles.append({**found, "lines": lines, "trace": f"profile/{path.stem}.trace.json.gz"})
     return profiles
 
 
@@ -259,20 +265,26 @@ def _list_causes(rows: Rows) -> dict[str, Any]:
 
 def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """Return the samples of the first, the middle, and the last step with samples, ordered by level."""
-    steps = sorted({int(row["step"]) for row in samples if isinstance(row.get("step"), (int, float))})
+    steps = sorted({row["step"] for row in samples if "step" in row})
     chosen = sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
-    return [(step, sorted((row for row in samples if row.get("step") == step), key=lambda row: row.get("level") or 0)) for step in chosen]
+    return [(step, sorted((row for row in samples if row.get("step") == step), key=_order_by_level)) for step in chosen]
 
 
-def _check_rows(rows: Rows, path: Path) -> None:
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("step"), int) or any(not isinstance(value, (int, float, type(None))) for value in row.values()):
-            rule = f"row {number} has a step that is not an integer, or a value that is not a number"
-            raise UserError("RUN_DIR", str(path), rule, "restore the file")
+def _order_by_level(row: dict[str, Any]) -> tuple[bool, float, str]:
+    level = row.get("level") or 0
+    return (False, level, "") if isinstance(level, int | float) else (True, 0, level)
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+def _read_end(path: Path) -> tuple[str, str]:
+    """Return the end of a log, and a warning. Either is empty."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            return file.read(_LOG_BYTES).decode(errors="replace"), ""
+    except FileNotFoundError:
+        return "", ""
+    except OSError as error:
+        return "", f"{path.name} was left out: {describe_read_error(error)}"
 
 
 def _count_steps(count: int) -> str:
@@ -284,7 +296,7 @@ def _format_time(unix_time: float) -> str:
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Render a page's template. Everything is escaped except the plots, which contain no text from the run."""
+    """Render a page's template. Everything is escaped except the plots and the graph, whose text is escaped already."""
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters.update(

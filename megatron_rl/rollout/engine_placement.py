@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.config.hosts import is_loopback
+from megatron_rl.config.launch import read_launch
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
 """Environment variable with the command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line per
@@ -37,8 +38,7 @@ def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
     """Return the engine's first device on this node, after those of earlier engines and of a disaggregated trainer on this machine."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
-    return (ranks if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node
+    return (read_launch().local_size if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node
 
 
 def find_meeting_host(placements: Sequence[EnginePlacement], own_host: str) -> str:

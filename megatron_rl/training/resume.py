@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ import xxhash
 
 from megatron_rl.config import Config, TrainConfig
 from megatron_rl.config.base import flatten
+from megatron_rl.config.reading import reading
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import list_model_files, read_config
@@ -151,7 +153,7 @@ def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
     torn: dict[Path, str] = {}
     for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run), list[Path]):
         with errors_on_all_ranks():
-            if not folder.is_dir():
+            if not os.path.isdir(folder):
                 rule = f"rank {get_rank_and_size()[0]} does not see {folder}"
                 raise UserError("checkpoint.resume", str(run), rule, "name a folder that all nodes share")
         reasons = gather_from_ranks(checkpoints.find_damage(folder, *get_rank_and_size()), str)
@@ -166,7 +168,8 @@ def _make_resume_point(run: Path, folder: Path | None, damaged: dict[Path, str],
         reasons = "; ".join(f"{checkpoint.name}: {reason}" for checkpoint, reason in damaged.items())
         fix = "start a new run with checkpoint.resume=never"
         raise UserError("checkpoint.resume", str(run), f"holds no complete checkpoint ({reasons})", fix)
-    state = json.loads((folder / "state.json").read_bytes())
+    with reading("checkpoint.resume", str(folder), "start a new run with checkpoint.resume=never"):
+        state = checkpoints.read_state_file(folder)
     if state["step"] >= steps:
         raise UserError("train.steps", steps, f"{folder} is already at step {state['step']}", "raise it, or start a new run")
     if "adam_step" not in state:

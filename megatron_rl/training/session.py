@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
+from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
@@ -31,7 +32,8 @@ from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
-from megatron_rl.observability.run_log import RunLog, read_metrics
+from megatron_rl.observability.run_folder import read_metrics
+from megatron_rl.observability.run_log import RunLog
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
@@ -96,7 +98,7 @@ class Session:
         if self.resumed is None or self.resume_point is None:
             return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
-        step, is_recorded = self.resume_point.state["step"], self.resume_point.state["unrecorded"] is None
+        step, is_recorded = self.resume_point.state["step"], self.resume_point.state.get("unrecorded") is None
         log = RunLog.reopen(folder, *launch, step, step if is_recorded else step - 1)
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
@@ -165,7 +167,11 @@ class Session:
         """Load the checkpoint of a resumed run and return its state, or None for a new run."""
         if self.resume_point is None:
             return None
-        state = TrainState.from_dict(self.resume_point.state)
+        try:
+            state = TrainState.from_dict(self.resume_point.state)
+        except (KeyError, TypeError, ValueError) as error:
+            rule, fix = f"its state.json lacks {error}", "start a new run with checkpoint.resume=never"
+            raise UserError("checkpoint.resume", str(self.resume_point.folder), rule, fix) from None
         same_layout = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
         of_critic = None if critic is None else (critic.model, critic.optimizer)
         load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same_layout, of_critic)
@@ -267,5 +273,6 @@ def run_session(config: Config, layout: Layout) -> Path:
         UserError: a mistake in the input that `preflight.check_run` could not detect.
         RunError: the run broke. Its log and a last checkpoint remain.
     """
+    read_launch(joins=True)
     with ExitStack() as resources:
         return Session(config, layout, resources).run()

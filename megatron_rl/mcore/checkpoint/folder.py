@@ -13,15 +13,45 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
 
 import xxhash
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
+from megatron_rl.config.reading import Count, check_depth, keep_valid, read_file
 from megatron_rl.errors import RunError
 
 _NAME = re.compile(r"step_(\d{5,})")
 _STATE = "state.json"
+_LARGEST_STATE = 1 << 30
 _READERS = 8  # number of files to read concurrently
+
+
+class DamagedStateError(ValueError):
+    """Raised if a part of state.json has a wrong type. The message says which."""
+
+
+class StateFile(TypedDict, total=False):
+    """What may be read of state.json. `find_damage` checks `files`."""
+
+    step: Required[Count]
+    policy_version: Count
+    optimizer_steps: Count
+    critic_steps: Count
+    adam_step: Count
+    critic_adam_step: Count
+    clip_bounds: Annotated[list[float], Field(min_length=2, max_length=2)]
+    data: dict[str, Any]
+    unrecorded: dict[str, float] | None
+    layout: dict[str, Any]
+    versions: dict[str, str]
+    precision: dict[str, Any]
+    lora: dict[str, Any]
+    base: str
+
+
+_KIND = TypeAdapter[Any](StateFile)
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -42,8 +72,9 @@ def clear_unfinished(parent: Path) -> None:
 def list_newest_first(run: Path) -> list[Path]:
     """Return the checkpoints of a run, newest first, including damaged ones."""
     parent = run / "checkpoints"
-    named = [(int(match[1]), folder) for folder in (parent.iterdir() if parent.is_dir() else ()) if (match := _NAME.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(named, reverse=True)]
+    names = os.listdir(parent) if os.path.isdir(parent) else ()
+    named = [(int(match[1]), name) for name in names if (match := _NAME.fullmatch(name))]
+    return [parent / name for _, name in sorted(named, reverse=True)]
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -119,16 +150,29 @@ def has_digest(state: dict[str, Any]) -> bool:
     return _STATE in state["files"]
 
 
+def read_state_file(folder: Path) -> dict[str, Any]:
+    """Return state.json of a checkpoint. Raise one of `READ_ERRORS` if it cannot be read, and `DamagedStateError` if a part has a wrong
+    type."""
+    value = json.loads(read_file(folder / _STATE, _LARGEST_STATE))
+    check_depth(value)
+    state, problems = keep_valid(_KIND, value)
+    if problems:
+        raise DamagedStateError(f"has a part of a wrong type: {problems[0]:.200}")
+    return dict(state)
+
+
 def find_damage(folder: Path, rank: int = 0, world: int = 1) -> str:
     """Describe the damage of a checkpoint, or return "". Reads every byte of its files, or of the `rank`-th of `world` shares of the
     files."""
     try:
-        state = json.loads((folder / _STATE).read_bytes())
+        state = read_state_file(folder)
         files = dict(state["files"])
         if problem := _find_damage_in_state(folder, state, files):
             return f"{_STATE} {problem}"
     except FileNotFoundError:
         return f"holds no {_STATE}"
+    except DamagedStateError as error:
+        return f"{_STATE} {error}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{_STATE} cannot be read ({type(error).__name__})"
     files.pop(_STATE, None)

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import read_object
+from megatron_rl.mcore.checkpoint.folder import read_state_file
 from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -45,10 +46,12 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
     if not os.path.isfile(path):
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
     try:
-        state = read_object(path, "--checkpoint")
+        state = read_state_file(folder)
         precision = PrecisionConfig.model_validate_json(json.dumps(state["precision"]))
-        int(state.get("step", 0))
-    except (KeyError, ValidationError, TypeError, ValueError) as error:
+        if "lora" in state:
+            LoraConfig.model_validate_json(json.dumps(state["lora"]))
+            state["base"]
+    except (KeyError, *READ_ERRORS) as error:  # pydantic's error is a ValueError
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
     if "lora" in state and not of_adapters:
         rule = "contains only the adapters of a run with [lora]"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.launch import read_launch
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, join_ranks, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
@@ -86,7 +87,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
 @contextmanager
 def _launched_ranks() -> Iterator[None]:
     """Context manager that joins the ranks of this launch, if there are several, for small messages."""
-    if "RANK" not in os.environ or dist.is_initialized():
+    if not read_launch().is_launched or dist.is_initialized():
         yield
         return
     join_ranks(register_shared_gloo(), timedelta(minutes=30))
@@ -98,7 +99,7 @@ def _launched_ranks() -> Iterator[None]:
 
 def _check_paths(checkpoint: Path, output: Path) -> Path:
     """Return the local folder of `checkpoint`, downloaded if necessary."""
-    if output.exists():
+    if os.path.lexists(output):
         raise UserError("--output", str(output), "exists already", "name a new folder")
     return fetch_model(checkpoint, "--checkpoint")
 
@@ -204,7 +205,7 @@ def _open_run(folder: Path, precision_fields: dict[str, Any]) -> _Source:
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
     weights, kept = RunWeights(folder, model), folder / MTP_FOLDER
-    mtp = MTPLayers(HFCheckpoint(kept, hf_config, "--checkpoint"), model) if kept.is_dir() else None
+    mtp = MTPLayers(HFCheckpoint(kept, hf_config, "--checkpoint"), model) if os.path.isdir(kept) else None
     contract = PrecisionContract.from_config(precision.model_copy(update=precision_fields))
 
     def read_values(region: Region) -> torch.Tensor:

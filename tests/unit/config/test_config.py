@@ -127,7 +127,6 @@ def test_sets_have_names_and_overrides_do_not_modify_the_given_table(load):
         "[precision]\nmode = 'fp8_unifed'",
         f"precision.mode = 'fp8_unifed': must be {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}; did you mean 'fp8_unified'?",
     ),
-    ("[train]\nsteps = 0\nseed = 'a'", "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after..."),
     ("[environment]\nname = 'a:b'\nmax_token = 1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens?"),
 ])  # fmt: skip
 def test_a_mistake_in_the_file_is_one_line(mistake, text, line):

@@ -13,7 +13,8 @@ from support.models import make_checkpoint
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.observability.run_log import RunLog, read_run
+from megatron_rl.observability.run_folder import read_run
+from megatron_rl.observability.run_log import RunLog
 from megatron_rl.preflight.resume_table import FIELDS, TABLE, is_named
 from megatron_rl.preflight.resumed_run import allowed_changes_are_fields, find_run_to_resume, resumed_run_has_the_same_settings
 from megatron_rl.preflight.rule import Facts

@@ -9,7 +9,8 @@ import megatron_rl.training.loop  # noqa: F401 - with all that declares metrics
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
+from megatron_rl.observability.run_folder import read_jsonl, read_metrics, read_run
+from megatron_rl.observability.run_log import RunLog
 from megatron_rl.preflight.resumed_run import find_run_to_resume
 from megatron_rl.training.resume import choose_checkpoint
 from megatron_rl.versions import collect_versions
