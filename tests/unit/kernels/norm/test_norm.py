@@ -53,7 +53,12 @@ def test_the_kernels_gradients_are_the_references():
     from megatron_rl.kernels.norm.reference import differentiate_reference
     from megatron_rl.kernels.norm.triton import differentiate
 
-    for dtype, tokens, adds in ((torch.float32, 35, True), (torch.bfloat16, 16, False), (torch.bfloat16, 3, True)):
+    for dtype, tokens, adds in (
+        (torch.float32, 35, True),
+        (torch.bfloat16, 16, False),
+        (torch.bfloat16, 3, True),
+        (torch.float32, 0, True),
+    ):
         draw = torch.Generator().manual_seed(tokens)
         total, dy, of_total = (torch.randn(tokens, 96, generator=draw).to(dtype) for _ in range(3))
         statistic, weight = torch.rsqrt(total.float().square().mean(-1) + EPS), torch.linspace(-1, 2, 96).to(dtype)

@@ -66,6 +66,7 @@ def test_the_kernels_results_are_the_references():
                 wanted = rotate_reference(x, rotation, start, sign)
                 bound = {"rtol": 2**-7, "atol": 1e-6} if dtype is torch.bfloat16 else {"atol": 1e-6}
                 assert torch.allclose(kernel.float(), wanted.float(), **bound), (pairs, dtype)
+    assert rotate(x[:0], rotation.cos, rotation.sin, rotation.positions[:0], 0, 1.0, False).shape == (0, 5, 24)
 
 
 def compile_kernel() -> tuple[str, str]:
