@@ -131,8 +131,8 @@ def _share_secret(store: dist.Store) -> bytes:
         return bytes.fromhex(given)
     if not runs_on_one_node():
         return b""
-    rank, size, folder = os.environ["RANK"], int(os.environ["WORLD_SIZE"]), make_cache_folder()
-    if rank == "0":
+    (rank, size, *_), folder = read_launch(), make_cache_folder()
+    if rank == 0:
         file, secret = folder / f"{secrets.token_hex(16)}.secret", secrets.token_bytes(32)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
             opened.write(secret)
@@ -154,7 +154,7 @@ def _connect_to_launch_store(timeout: datetime.timedelta) -> dist.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", timeout=timeout))[0]
     host, port = "127.0.0.1" if runs_on_one_node() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ["RANK"] != "0":
+    if read_launch(joins=True).rank:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -171,12 +171,10 @@ _joins = itertools.count()
 
 def join_ranks(backend: str, timeout: datetime.timedelta) -> None:
     """Create the process group of this launch's ranks, or of this process alone without a launcher."""
-    if "RANK" in os.environ:
-        launch_store = open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL)
-        store: dist.Store = dist.PrefixStore(f"join {next(_joins)}", launch_store)
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    else:
-        store, rank, size = dist.HashStore(), 0, 1
+    launch, store = read_launch(), cast(dist.Store, dist.HashStore())
+    if launch.is_launched:
+        store = dist.PrefixStore(f"join {next(_joins)}", open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL))
+    rank, size = (launch.rank, launch.size) if launch.is_launched else (0, 1)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 

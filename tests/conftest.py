@@ -1,4 +1,5 @@
-"""Shared by all tests: a temporary folder that is removed at the end, worlds of ranks, and the skip of GPU tests without a GPU."""
+"""Shared by all tests: a temporary folder that is removed at the end, worlds of ranks, the skip of GPU tests without a GPU, and a line with
+the reasons of all skips."""
 
 import os
 import shutil
@@ -52,3 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after all other summaries, before pytest's closing line
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    result = yield
+    reasons = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.write_line("skipped: " + ", ".join(f"{count} ({reason})" for reason, count in reasons.most_common()))
+    return result

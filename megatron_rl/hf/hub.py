@@ -5,6 +5,7 @@
 moves affects neither a run nor its resumption.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

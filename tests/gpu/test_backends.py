@@ -37,7 +37,6 @@ def with_zeros(*shape_and_place):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_activation_kernel_gives_the_references_bytes(scale_format, dtype):
-    pytest.importorskip("triton")
     for tokens, width in ((1, 128), (3, 384), (128, 128), (1000, 2048)):
         check_kernel(with_zeros(tokens, width, dtype, "cuda"), scale_format)
     check_kernel(uneven(640, 256, dtype, "cuda"), scale_format, groups=[128, 0, 384, 128])

@@ -103,11 +103,10 @@ def test_activations_round_to_the_same_values_on_the_device(device, scale_format
     assert torch.equal(round_trip(x, scale_format), round_trip(x.to(device), scale_format).cpu())
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])  # the stand-ins are one kernel after the other
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device, scale_format, adds):
-    if device == "cpu":
-        pytest.skip("the stand-in is one kernel after the other")
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -120,10 +119,9 @@ def test_a_norm_that_quantizes_has_the_bits_of_one_kernel_after_the_other(device
         assert not any(count_differences(*each) for each in zip(pair, wanted, strict=True))
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])  # the stand-ins are one kernel after the other
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_what_goes_to_experts_has_the_bits_of_one_kernel_after_the_other(device, scale_format):
-    if device == "cpu":
-        pytest.skip("the stand-ins are one kernel after the other")
     from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation

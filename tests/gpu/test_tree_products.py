@@ -12,8 +12,7 @@ from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-pytest.importorskip("triton", reason="Triton is not installed: GPU builds of torch bring it")
+pytestmark = pytest.mark.gpu
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 
 

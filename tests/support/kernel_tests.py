@@ -1,17 +1,23 @@
 """Helpers for tests of kernels: random numbers, tests that run in Triton's interpreter, and compilation for Hopper, which needs no GPU."""
 
 import functools
-import importlib.machinery
+import importlib
+import multiprocessing
 import os
 import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from importlib.machinery import PathFinder
 
 import pytest
 import torch
 
-from support.processes import call_in_fresh_process
+from megatron_rl.workers.process import die_with_parent
 
-TRITON = importlib.machinery.PathFinder.find_spec("triton")  # not util.find_spec, which finds SGLang's stub modules
-needs_triton = pytest.mark.skipif(TRITON is None, reason="Triton is not installed: GPU builds of torch bring it")
+_FOLDER = f"{sys.prefix}/triton"  # tools/test.sh installs Triton here, where torch and SGLang do not find it; GPU builds of torch bring it
+TRITON = PathFinder.find_spec("triton", [*sys.path, _FOLDER])  # not util.find_spec, which finds SGLang's stub modules
+needs_triton = pytest.mark.skipif(TRITON is None, reason="needs Triton, which tools/test.sh installs")
 
 
 def random(*shape, seed, dtype=torch.float32):
@@ -20,18 +26,36 @@ def random(*shape, seed, dtype=torch.float32):
 
 
 def in_interpreter(test):
-    """Run a test in a process of its own with Triton's interpreter, which Triton chooses when it is first imported."""
+    """Run a test by `call_with_triton`, in Triton's interpreter."""
 
     @needs_triton
     @functools.wraps(test)
     def run():
-        call_in_fresh_process(_call_undecorated, test.__module__, test.__name__, TRITON_INTERPRET="1")
+        call_with_triton(test, interpret=True)
 
     return run
 
 
+def call_with_triton(function, interpret=False):
+    """Return the result of a module's function without arguments, called in a process that imports Triton, and not only its stub."""
+    return _start_process(interpret).submit(_call_undecorated, function.__module__, function.__name__).result()
+
+
+@functools.cache
+def _start_process(interpret):
+    """Return an executor with one process, which all tests share. Triton chooses its interpreter when it is first imported."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare, (os.getpid(), interpret))
+
+
+def _prepare(parent, interpret):
+    die_with_parent(parent)
+    os.environ |= {"TRITON_INTERPRET": str(int(interpret)), "TRITON_CACHE_DIR": tempfile.mkdtemp()}
+    sys.path.append(_FOLDER)
+
+
 def _call_undecorated(module, name):
-    getattr(importlib.import_module(module), name).__wrapped__()
+    function = getattr(importlib.import_module(module), name)
+    return getattr(function, "__wrapped__", function)()
 
 
 def compile_for_hopper(kernel, launch, types, fixed, multiples):

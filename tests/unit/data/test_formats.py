@@ -68,7 +68,7 @@ def test_rows_of_another_format_are_refused_with_a_suggestion(format, row, wrong
     assert wrong in f"{caught.value.rule}; {caught.value.fix}"
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs the data sets in ../shared/data")
 @pytest.mark.parametrize(
     "file, format, levels",
     [
@@ -85,7 +85,7 @@ def test_the_real_files_are_read(file, format, levels):
     assert Counter(problem.level for problem in problems) == levels
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs the data sets in ../shared/data")
 def test_the_boxed_answers_of_real_solutions_match_the_published_answers():
     rows = [json.loads(line) for line in (REAL / "math500/test.jsonl").read_text().splitlines()]
     boxed = [math({"problem": row["problem"], "solution": row["solution"]}).gold for row in rows]

@@ -229,7 +229,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
         load(train="hf:openai/gsm8k:main:train", format="gsm8k")
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs the data sets in ../shared/data")
 def test_real_sets_are_mixed_without_overlap(caplog):
     """Sets share questions, but no rows: their columns differ. No held-out question is trained on."""
     files = {"math": "math_train/math.json", "deepmath": "deepmath_sample/math_deepmath_deal.jsonl", "gsm8k": "gsm8k/train.jsonl"}

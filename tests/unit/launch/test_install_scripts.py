@@ -1,5 +1,5 @@
 """launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
-the pins of launch/requirements*.txt are those of pyproject.toml's extras."""
+tools/test.sh installs Triton once; the pins of launch/requirements*.txt are those of pyproject.toml's extras."""
 
 import fcntl
 import os
@@ -92,6 +92,32 @@ def test_the_quickstart_makes_the_model_and_then_trains_it(clone, arguments, nam
     commands = ("examples.arithmetic.warm_start", "megatron_rl train")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [" ".join([f"{clone} -m {words} configs/{name}.toml", *overrides]) for words in commands]
+
+
+def test_the_test_command_installs_triton_once_and_anew_if_the_pin_changes(clone):
+    finish(clone, written_in=clone)
+    python = clone / ".venv" / "bin" / "python"
+    python.unlink()
+    python.write_text('#!/bin/sh\n[ "$2" != pip ] || mkdir -p .venv/triton\necho "$@"\n[ "$2" != pip ] || [ ! -e no_net ]\n')
+    python.chmod(0o755)
+    shutil.copytree(ROOT / "tools", clone / "tools", ignore=shutil.ignore_patterns("*.py"))
+
+    def installed() -> list[str]:
+        """Return what a test command that succeeds hands to pip."""
+        done = run_script(clone / "tools" / "test.sh")
+        assert done.returncode == 0, done.stderr
+        return [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("-m pip")]
+
+    (clone / "no_net").touch()
+    done = run_script(clone / "tools" / "test.sh")
+    assert_refused(done, "pip failed")
+    assert "-m pytest" not in done.stdout
+    (clone / "no_net").unlink()
+    pins = clone / "launch" / "requirements-gpu.txt"
+    pin = next(line for line in pins.read_text().splitlines() if line.startswith("triton=="))
+    assert [installed(), installed()] == [[pin], []]
+    pins.write_text(pins.read_text().replace(pin, "triton==99"))
+    assert [installed(), installed()] == [["triton==99"], []]
 
 
 @pytest.mark.parametrize("change", ["moved", "new pins", "half done"])

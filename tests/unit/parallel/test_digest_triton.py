@@ -5,8 +5,7 @@ from types import ModuleType
 
 import torch
 from support.fp8_reference import run_sums
-from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
-from support.processes import call_in_fresh_process
+from support.kernel_tests import call_with_triton, compile_for_hopper, in_interpreter, needs_triton
 
 from parallel.digest import Hash
 
@@ -31,8 +30,8 @@ def compile_kernel() -> str:
 
 
 @needs_triton
-def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
-    assert "ld.global.v4.b32" in call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
+def test_it_compiles_for_hopper_with_wide_loads():
+    assert "ld.global.v4.b32" in call_with_triton(compile_kernel), "loads word by word"
 
 
 def hashed(*matrices: torch.Tensor) -> str:

@@ -205,8 +205,8 @@ def test_functions_are_found_by_name_and_what_is_none_is_refused():
             load_function(f"{__name__}:{name}")
 
 
-needs_gsm8k = pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
-needs_math500 = pytest.mark.skipif(not MATH_500.is_file(), reason=f"the MATH-500 file is not at {MATH_500}")
+needs_gsm8k = pytest.mark.skipif(not GSM8K_TEST.is_file(), reason="needs the data sets in ../shared/data")
+needs_math500 = pytest.mark.skipif(not MATH_500.is_file(), reason="needs the data sets in ../shared/data")
 
 
 def _correct(texts: list[str], golds: list[str]) -> int:

@@ -151,7 +151,7 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason="needs the data sets in ../shared/data")
 def test_real_gsm8k_golds_verify_in_the_pool():
     problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import fake_gpu_libraries
 from support.fp8_reference import check_columns, check_rows, same_bits, uneven
-from support.kernel_tests import in_interpreter, needs_triton, random
+from support.kernel_tests import in_interpreter, random
 
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.experts.expert_sum import sum_experts
@@ -110,7 +110,7 @@ def test_bytes_and_scales_match_separate_kernels():
     assert same_bits(found, wanted) and found[1].stride() == (1, 384)
 
 
-@needs_triton
+@in_interpreter
 def test_shapes_that_do_not_fit_are_refused():
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, scatter, spread_packed, sum_rows
 

@@ -4,16 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
 from support.families import ARCHITECTURES
-from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton
+from support.kernel_tests import call_with_triton, compile_for_hopper, in_interpreter, needs_triton
 from support.processes import call_in_fresh_process
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
-from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.platform import stub_modules
 
@@ -26,6 +23,8 @@ def make_rotation(pairs: int, interleaved: bool = False, scale: float = 1.0) -> 
 
 
 def by_megatron(x: torch.Tensor, pairs: int, interleaved: bool, scale: float) -> torch.Tensor:
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # takes seconds, and kernels do not need it
+
     angles = torch.outer(torch.arange(9.0), 1 / 10000 ** (torch.arange(pairs) / pairs))[POSITIONS]
     twice = torch.stack([angles, angles], -1).flatten(-2) if interleaved else torch.cat([angles, angles], -1)
     return _apply_rotary_pos_emb_bshd(x.unsqueeze(1), twice[:, None, None], interleaved, mscale=scale).squeeze(1)
@@ -67,6 +66,7 @@ def test_the_kernels_results_are_the_references():
                 wanted = rotate_reference(x, rotation, start, sign)
                 bound = {"rtol": 2**-7, "atol": 1e-6} if dtype is torch.bfloat16 else {"atol": 1e-6}
                 assert torch.allclose(kernel.float(), wanted.float(), **bound), (pairs, dtype)
+    assert rotate(x[:0], rotation.cos, rotation.sin, rotation.positions[:0], 0, 1.0, False).shape == (0, 5, 24)
 
 
 def compile_kernel() -> tuple[str, str]:
@@ -79,8 +79,8 @@ def compile_kernel() -> tuple[str, str]:
 
 
 @needs_triton
-def test_it_compiles_for_hopper(tmp_path):
-    ptx, report = call_in_fresh_process(compile_kernel, TRITON_CACHE_DIR=str(tmp_path))
+def test_it_compiles_for_hopper():
+    ptx, report = call_with_triton(compile_kernel)
     assert "fma.rn.f32" in ptx and "st.global.v4" in ptx and " 0 bytes spill stores" in report, report
 
 
@@ -92,6 +92,10 @@ _CASES = st.fixed_dictionaries(
 
 def check_yarn():
     """Run in a process of its own, because SGLang is imported without a GPU's packages."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+
+    from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
+
     stub_modules.install()
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 

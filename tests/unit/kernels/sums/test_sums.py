@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton, random
-from support.processes import call_in_fresh_process
+from support.kernel_tests import call_with_triton, compile_for_hopper, in_interpreter, needs_triton, random
 from support.tree_sums import check_kernel
 
 from megatron_rl.kernels.linear.reference import fprop_by_tree
@@ -105,13 +104,14 @@ def test_the_kernels_sums_are_the_references():
             a, b = (interpreter.TensorHandle(data, tl.float32) for data in wide)
         return multiply(self, a, b, *rest)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
-    for leaves in (*range(1, 10), 22):
-        check_kernel(5, 130, leaves * 128, "cpu", torch.float8_e4m3fn)
-    for width in (128, 384, 576, 96, 3072):  # also without a whole last leaf
-        check_kernel(67, 33, width, "cpu", torch.bfloat16)
-    check_kernel(130, 70, 7 * 128, "cpu", torch.float32)
-    check_kernel(0, 128, 256, "cpu", torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        for leaves in (*range(1, 10), 22):
+            check_kernel(5, 130, leaves * 128, "cpu", torch.float8_e4m3fn)
+        for width in (128, 384, 576, 96, 3072):  # also without a whole last leaf
+            check_kernel(67, 33, width, "cpu", torch.bfloat16)
+        check_kernel(130, 70, 7 * 128, "cpu", torch.float32)
+        check_kernel(0, 128, 256, "cpu", torch.float32)
 
 
 def compile_variants() -> list[tuple[str, str]]:
@@ -127,15 +127,15 @@ def compile_variants() -> list[tuple[str, str]]:
 
 
 @needs_triton
-def test_it_compiles_for_hopper(tmp_path):
-    for (ptx, report), kind in zip(call_in_fresh_process(compile_variants, TRITON_CACHE_DIR=str(tmp_path)), ("e4m3", "bf16"), strict=True):
+def test_it_compiles_for_hopper():
+    for (ptx, report), kind in zip(call_with_triton(compile_variants), ("e4m3", "bf16"), strict=True):
         assert f"m64n32k{32 if kind == 'e4m3' else 16}.f32.{kind}" in ptx, "not the tensor cores of Hopper"
         assert "cp.async.cg" in ptx, "waits for its operands"
         assert "fma.rn" not in ptx, "a leaf is added unrounded"
         assert "0 bytes spill stores, 0 bytes spill loads" in report, report
 
 
-@needs_triton
+@in_interpreter
 def test_other_operands_are_refused():
     from megatron_rl.kernels.sums.triton import multiply_nodes
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
-from support.kernel_tests import compile_for_hopper, in_interpreter, needs_triton, random
-from support.processes import call_in_fresh_process
+from support.kernel_tests import call_with_triton, compile_for_hopper, in_interpreter, needs_triton, random
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu.reference import differentiate_reference, multiply_reference, swiglu
@@ -58,10 +57,12 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
     from megatron_rl.kernels.quantize.triton import quantize_activation
     from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu
 
-    cases = ("pow2", torch.float32, 130, None), ("fp32", torch.bfloat16, 3, None), ("pow2", torch.bfloat16, 384, [128, 0, 256])
-    for scale_format, dtype, tokens, counts in (*cases, ("fp32", torch.float32, 0, None)):
-        gate_up, dy = uneven(tokens, 512, torch.float32), uneven(tokens, 256, dtype)
-        gate_up[:, :256] = gate_up[:, :256].clamp(-80, 80)  # exp of more overflows
+    for scale_format, dtype, tokens, width, counts in (
+        ("pow2", torch.float32, 130, 128, None), ("fp32", torch.bfloat16, 3, 256, None), ("fp32", torch.float32, 0, 128, None),
+        ("pow2", torch.bfloat16, 384, 128, [128, 0, 256]),
+    ):  # fmt: skip
+        gate_up, dy = uneven(tokens, 2 * width, torch.float32), uneven(tokens, width, dtype)
+        gate_up[:, :width] = gate_up[:, :width].clamp(-80, 80)  # exp of more overflows
         gate_up, groups = gate_up.to(dtype), None if counts is None else TokenGroups.from_counts(counts, "cpu")
         for gradient in (None, dy):
             plain = multiply(gate_up) if gradient is None else differentiate(gate_up, gradient)
@@ -73,8 +74,8 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
                     if pair is not None and wanted is not None:
                         assert same_bits(pair, wanted) and [each.stride() for each in pair] == [each.stride() for each in wanted]
     # for Transformer Engine, rows and columns are padded with zeros to multiples of 16
-    gate_up, dy = uneven(131, 512, torch.bfloat16).clamp(-80, 80), uneven(131, 256, torch.bfloat16)
-    for gradient, width in ((None, 256), (dy, 512)):
+    gate_up, dy = uneven(131, 256, torch.bfloat16).clamp(-80, 80), uneven(131, 128, torch.bfloat16)
+    for gradient, width in ((None, 128), (dy, 256)):
         wanted = quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True)
         rows, columns = quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True, row_multiple=16, column_multiple=16)
         assert rows[0].shape == (144, width) and rows[1].t().is_contiguous() and columns[0].shape == (width, 144)
@@ -96,15 +97,15 @@ def compile_variants() -> list[tuple[str, str]]:
 
 
 @needs_triton
-def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do(tmp_path):
+def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do():
     """The values are rounded to BF16 before they are quantized."""
-    for ptx, report in call_in_fresh_process(compile_variants, TRITON_CACHE_DIR=str(tmp_path)):
+    for ptx, report in call_with_triton(compile_variants):
         assert not re.search("fma.rn.f32|div[.]full", ptx) and re.search(r"cvt\.rn(\.bf16x2|\.bf16)\.f32", ptx)
         assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
         assert " 0 bytes spill stores" in report, report
 
 
-@needs_triton
+@in_interpreter
 def test_widths_and_gradients_that_do_not_fit_are_refused():
     from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
