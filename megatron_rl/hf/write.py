@@ -23,8 +23,8 @@ FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. Every user may read what
-    is in it."""
+    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. Every user may read its
+    files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
