@@ -8,10 +8,10 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import httpx
 import torch
@@ -41,6 +41,7 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
+_WATCH_SECONDS = 60.0
 _KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
@@ -52,7 +53,7 @@ class LaunchedServer(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineLaunchSpec:
-    """Everything needed to start engine `number` of a run. Every start uses new ports and a new key."""
+    """Everything needed to start engine `number` of a run. Every start uses new ports and a new key, unless they are given."""
 
     config: Config
     model_path: Path
@@ -62,13 +63,16 @@ class EngineLaunchSpec:
     """Start with dummy weights. Nothing is served before a sync has replaced them."""
     seed: int = 0  # of the engine's own random numbers
     arguments: tuple[str, ...] = ()  # additional SGLang arguments, for benchmarks
+    port: int = 0  # 0 chooses one
+    api_key: str = ""  # "" makes one
 
     def start_process(self) -> LaunchedServer:
         """Start the server on all its nodes without waiting for it. Raise UserError if the address of the first node cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
         placements = place_engine(rollout, self.number)
         architectures = read_config(self.model_path).get("architectures") or ()
-        key, (port, meeting_port) = secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
+        key, (port, meeting_port) = self.api_key or secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
+        port = self.port or port
         hold(key)
         meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
         processes = []
@@ -238,6 +242,17 @@ class EngineServer:
                     pass
                 time.sleep(_POLL_SECONDS)
         raise self.make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
+
+    def serve(self, announce: Callable[[], None]) -> NoReturn:
+        """Call `announce` when the server is healthy, and stop it when this thread is interrupted. Raise RunError if it ends by itself."""
+        try:
+            self.wait_until_ready()
+            announce()
+            while not self.processes.wait_for_end(_WATCH_SECONDS):
+                self.processes.remember_children()
+            raise self.make_error(f"the engine ended ({self.processes.describe_end()})")
+        finally:
+            self.stop()
 
     def stop(self, force: bool = False) -> None:
         """Terminate the processes, or kill them with `force`. Idempotent."""

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | serve | report | doctor`.
 
 Each command imports its implementation only when it runs, so that `--help` and invalid configurations do not import torch. Expected errors
 print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C.
@@ -193,6 +193,23 @@ def export(
         export_checkpoint(checkpoint, output, precision, alignment)
         if _rank("RANK") == 0:
             print(f"checkpoint: {output}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face checkpoint, or hf:OWNER/NAME.", show_default=False)],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address of the network interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    tp: Annotated[int, typer.Option(min=1, help="Number of devices that share the model, its tensor-parallel size.")] = 1,
+) -> None:
+    """Serve a checkpoint, as of `export`, with OpenAI's interface until Ctrl-C, by the engine of a run. Clients need the API key: the value
+    of the environment variable MEGATRON_RL_API_KEY, or a new one that is printed. Options such as --rollout.max_total_tokens apply to the
+    engine."""
+    with expected_errors():
+        from megatron_rl.cli.serve import serve as run_server
+
+        run_server(folder, port, {"hosts": (host,), "tp": tp}, overrides or [])
 
 
 @app.command()

@@ -23,12 +23,14 @@ FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error."""
+    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. Every user may read its
+    files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield temporary
-        os.chmod(temporary, 0o755)  # mkdtemp makes it private
+        for path in (temporary, *temporary.rglob("*")):  # mkdtemp and safetensors make theirs private
+            path.chmod(0o755 if path.is_dir() else 0o644)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -206,6 +206,9 @@ class EngineLauncher(Protocol):
         """Start engine `number` of a run without waiting for it. It loads the Hugging Face checkpoint in `model_path`. With `empty`, the
         folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync. `seed` (31 bits): of
         the engine's own random numbers, which sample where a request's seed is not used."""
+
+    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, announce: Callable[[], None]) -> NoReturn:
+        """Serve a checkpoint with OpenAI's interface at this port. Call `announce` when it is up. Raise RunError if it ends by itself."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

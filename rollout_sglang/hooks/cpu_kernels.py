@@ -99,15 +99,21 @@ def apply_rms_norm(
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
     """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, summed by the trainer's tree. SGLang overwrites the
-    logits in place, but computes log-probs from a copy if it is given one."""
+    logits in place, but computes log-probs from a copy if it is given one. Those of a greedy request are of the whole distribution."""
+    logits, greedy = output.next_token_logits, sampling.top_ks == 1
+    whole = logits[greedy]
     if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
-        seeded_sampling.truncate(output.next_token_logits, sampling)
+        seeded_sampling.truncate(logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
-        named["logprob_logits"] = output.next_token_logits.clone()
+        named["logprob_logits"] = logits.clone()
+        named["logprob_logits"][greedy] = whole
+        if sampling.is_all_greedy:  # SGLang divides only other batches by the temperatures
+            named["logprob_logits"] /= sampling.temperatures
     with _TreeLogSoftmax():
         tokens = original(self, output, sampling, return_logprob, *args, **named)
-    if output.sampling_mask_output is not None:  # SGLang computes these from probabilities too
-        output.sampling_mask_output.selected_logprobs = output.next_token_logprobs[sampling.sampling_mask_batch_indices]
+    if (mask := output.sampling_mask_output) is not None:  # SGLang computes these from probabilities too
+        rows = sampling.sampling_mask_batch_indices
+        mask.selected_logprobs = output.next_token_logprobs[rows].masked_fill(greedy[rows], 0.0)
     return tokens
 
 

@@ -1,12 +1,15 @@
 """SGLang's general plug-in: registers every hook of this project by SGLang's private names, which were checked with `KNOWN_VERSIONS`.
-SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks."""
+SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks. SGLang loads the plug-in
+in each of its processes in this Python environment, also in those that this project did not start. These stay as they are."""
 
 import importlib.metadata
+import os
 from typing import Any
 
 import torch
 
 KNOWN_VERSIONS = ("0.5.23",)
+_ENGINE_VARIABLE = "MEGATRON_RL_ENGINE"  # environment variable of this project's engines and their child processes
 
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 _BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
@@ -116,7 +119,9 @@ def list_cpu_hooks() -> list[Hook]:
 
 
 def register() -> None:
-    """Register the hooks in this process. This is the entry point of the group `sglang.srt.plugins`."""
+    """Register the hooks in this process if it belongs to an engine. This is the entry point of the group `sglang.srt.plugins`."""
+    if _ENGINE_VARIABLE not in os.environ:
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
@@ -125,11 +130,13 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Load SGLang's plug-ins. Raise RuntimeError, by name, for hooks that were not applied."""
+    """Make this process and its child processes an engine's, and load SGLang's plug-ins. Raise RuntimeError, by name, for hooks that were
+    not applied."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     check_version()
+    os.environ[_ENGINE_VARIABLE] = "1"
     load_plugins()
     missing = [target for target, _, _ in _list_hooks() if target not in HookRegistry._patched]
     if missing:

@@ -59,13 +59,27 @@ def test_bounds_hold_for_their_request_alone_and_one_token_is_the_greedy_one(uni
     ways = (plain, replace(plain, temperature=0.0), replace(plain, top_k=1), replace(plain, top_p=1e-6), replace(plain, min_p=0.999999))
     free, greedy, *others = sample(unified, *ways)
     assert tokens(greedy) == tokens(others[0]) == tokens(others[1]) == tokens(others[2]) != tokens(free)
-    assert not any(answer.logprobs_T.any() for answer in others[0]), "what is certain has a log-prob of 0"
+    assert not any(answer.logprobs_T.any() for answer in others[1] + others[2]), "what is certain has a log-prob of 0"
     assert tokens(sample(unified, ways[1])[0]) == tokens(greedy), "in a batch that is all greedy, too"
     cut = replace(plain, top_p=0.5, top_k=100)
     alone, [beside, _] = sample(unified, cut)[0], sample(unified, cut, plain)
     assert tokens(alone) == tokens(beside) != tokens(free)
     assert all((one.logprobs_T == other.logprobs_T).all() for one, other in zip(alone, beside, strict=True))
     assert tokens(sample(unified, plain)[0]) == tokens(free)
+
+
+def test_log_probs_of_greedy_requests_are_the_trainers_of_the_whole_distribution_in_any_company(unified):
+    plain = SamplingParams(1.0, TOKENS)
+    greedy, hot = replace(plain, temperature=0.0), replace(plain, temperature=2.0, top_k=1)
+    [alone], [mixed, _], [hot_alone], [hot_mixed, _] = (sample(unified, *ways) for ways in ([greedy], [greedy, plain], [hot], [hot, plain]))
+    samples = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(PROMPTS, alone, strict=True)]
+    trainer = unified.call(trainer_engine.ask, "compute_logprobs", samples)[0]
+    for answers in (alone, mixed):
+        assert torch.equal(torch.from_numpy(np.concatenate([answer.logprobs_T for answer in answers])), trainer)
+    assert trainer.max() < -0.1 and tokens(alone) == tokens(hot_alone) == tokens(hot_mixed)
+    assert all((one.logprobs_T == other.logprobs_T).all() for one, other in zip(hot_alone, hot_mixed, strict=True))
+    [kept] = sample(unified, replace(plain, top_k=1, record_kept_tokens=True))
+    assert tokens(kept) == tokens(alone) and not any(answer.logprobs_T.any() for answer in kept), "a run trains on the kept token alone"
 
 
 def test_an_aborted_request_ends_and_the_others_keep_their_bits(unified):

@@ -15,6 +15,7 @@ from megatron_rl.types import Generation, Problem
 PAIR = 1000
 """Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
 END = "~"
+BOS = ord("^")
 AGENTS = "support.agent_programs"
 
 
@@ -26,8 +27,7 @@ class ChatTokenizer:
     name_or_path, chat_template, all_special_ids, special_tokens_map = "letters", "yes", [ord(END)], {"eos_token": END}
 
     def encode(self, text, add_special_tokens):
-        assert not add_special_tokens
-        ids = []
+        ids = [BOS] if add_special_tokens else []
         for letter in text:
             if ids and ids[-1] == ord(letter) and letter != END:
                 ids[-1] += PAIR

@@ -11,9 +11,9 @@ import numpy as np
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf.chat_template import ChatTemplate
-from megatron_rl.hf.prompt_tokens import check_prompt, encode_continuation
+from megatron_rl.hf.prompt_tokens import check_prompt, encode_continuation, encode_prompt
 from megatron_rl.rewards.thinking import decode_completion, find_markers
-from megatron_rl.rollout.agents.messages import ConversationMessage, RefusedError
+from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, RefusedError
 
 _PLACEHOLDER = "(what-the-policy-said)"
 _QUESTION = ConversationMessage("user", "?")
@@ -60,6 +60,12 @@ class ChatFormat:
 
     def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
         """Return the tokens of a whole conversation up to where the policy begins to respond. Raise RefusedError if the template fails."""
+        if messages[0].role == TEXT:
+            with _refusing("the tokenizer"):
+                ids = encode_prompt(self._tokenizer, messages[0].content, chat=False)
+            if not ids:
+                raise RefusedError("prompt: must have at least one token", code="invalid_value")
+            return np.array(ids, np.int32)
         text = self._render(messages, tools)
         with _refusing("the tokenizer"):
             return self.encode(text)
@@ -67,8 +73,8 @@ class ChatFormat:
     def encode_rest(self, messages: Sequence[ConversationMessage], tools: str, answer_ids_T: np.ndarray) -> np.ndarray:
         """Return the tokens of the messages that follow a response, up to where the policy begins the next one. They begin with the end
         token of the response if the policy has not sampled it. Raise RefusedError if the template fails."""
-        rest = self._render_rest(messages, tools)
         last = self.split_end(answer_ids_T)[1]
+        rest = messages[0].content if messages[0].role == TEXT else self._render_rest(messages, tools)
         rest = rest.removeprefix(self.decode_all(last)) if len(last) else rest
         with _refusing("the tokenizer"):
             return np.array(encode_continuation(self._tokenizer, rest, int(last[0]) if len(last) else None), np.int32)
@@ -78,7 +84,7 @@ class ChatFormat:
         the messages begin a conversation instead of following a response."""
         render = self._render if first else self._render_rest
         try:
-            return render(messages, tools) == render(others, tools)
+            return messages[0].role != TEXT and render(messages, tools) == render(others, tools)
         except RefusedError:
             return False
 

@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents, reachable from this machine only: OpenAI's chat completions and responses in front of the engines."""
+"""HTTP endpoint for agents, reachable from this machine only: OpenAI's completions and responses in front of the engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -25,7 +26,7 @@ from megatron_rl.config.agent import AgentConfig
 from megatron_rl.errors import AbortedError, RunError
 from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import MODEL, PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import read_chat_request, read_response_request
+from megatron_rl.rollout.agents.requests import read_chat_request, read_response_request, read_text_request
 
 _THREADS_PER_AGENT = 4
 _MOST_REQUESTS = 64  # number of requests of an episode in flight
@@ -36,6 +37,7 @@ _BODY_BYTES, _BYTES_PER_TOKEN = (
 _MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
 _FIRST_REQUEST_SECONDS = 10.0  # a connection without a request is closed after them; uvicorn limits the pauses between requests
 _STOP_SECONDS = 10
+_MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
 Describe = Callable[[Turn, int, PolicyRequest], Response]
 
@@ -49,11 +51,13 @@ class AgentEndpoint:
         self._threads = ThreadPoolExecutor(_THREADS_PER_AGENT * agent.workers, thread_name_prefix="megatron-rl-agent-request")
         routes = [
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/completions", self._complete_text, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/v1/models", self._list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._show_model, methods=["GET"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes),
+            Starlette(routes=routes, exception_handlers={RefusedError: _refuse, HTTPException: _refuse_route}),
             http=_limit_connections(_MOST_REQUESTS * agent.workers),
             log_config=None,
             log_level="warning",
@@ -85,10 +89,26 @@ class AgentEndpoint:
         self._clients.pop(key, None)
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}]})
+        self._find_client(request)
+        return JSONResponse({"object": "list", "data": [_MODEL]})
+
+    async def _show_model(self, request: Request) -> Response:
+        self._find_client(request)
+        if (name := request.path_params["name"]) != MODEL:
+            raise RefusedError(f"the model {name[:100]!r} does not exist", 404, "model_not_found")
+        return JSONResponse(_MODEL)
+
+    def _find_client(self, http: Request) -> _Client:
+        client = self._clients.get(http.headers.get("authorization", "").removeprefix("Bearer "))
+        if client is None:
+            raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
+        return client
 
     async def _complete(self, request: Request) -> Response:
         return await self._handle(request, lambda _, body: read_chat_request(body), _describe_completion)
+
+    async def _complete_text(self, request: Request) -> Response:
+        return await self._handle(request, lambda _, body: read_text_request(body), _describe_text)
 
     async def _respond(self, request: Request) -> Response:
         def read(episode: AgentEpisode, body: bytes) -> PolicyRequest:
@@ -97,16 +117,12 @@ class AgentEndpoint:
         return await self._handle(request, read, _describe_response)
 
     async def _handle(self, http: Request, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe) -> Response:
-        client = self._clients.get(http.headers.get("authorization", "").removeprefix("Bearer "))
+        client = self._find_client(http)
         try:
-            if client is None:
-                raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
             async with client.receiving(http, self._most_bytes) as body:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, client.episode, body, read, describe)
         except ClientDisconnect:
             return Response(status_code=499)
-        except RefusedError as error:
-            return _describe_error(error)
 
     def _serve(
         self, episode: AgentEpisode, body: bytes, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe
@@ -188,38 +204,50 @@ def _describe_error(error: RefusedError) -> Response:
     return JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}, error.status)
 
 
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _describe_error(error)
+
+
+async def _refuse_route(http: Request, error: Exception) -> Response:
+    """Answer a request of an unknown path or method as OpenAI does."""
+    assert isinstance(error, HTTPException)
+    code = "method_not_supported" if error.status_code == 405 else "unknown_url"
+    answer = _describe_error(RefusedError(f"invalid URL ({http.method} {http.url.path[:200]})", error.status_code, code))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
 def _describe_completion(turn: Turn, number: int, request: PolicyRequest) -> Response:
-    said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
+    said = turn.messages[-1]
     message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
+    delta = dict(message)
     if said.tool_calls:
         message["tool_calls"] = [call.to_openai() for call in said.tool_calls]
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
+    common = {"id": f"chatcmpl-{number}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
     finish = "tool_calls" if said.tool_calls else turn.generation.finish_reason
+    return _describe_choice(turn, request, common, finish, [{"delta": delta}, {"delta": {}}] if request.stream else [{"message": message}])
+
+
+def _describe_text(turn: Turn, number: int, request: PolicyRequest) -> Response:
+    common, text = {"id": f"cmpl-{number}", "object": "text_completion"}, {"text": turn.messages[-1].content}
+    return _describe_choice(turn, request, common, turn.generation.finish_reason, [text, {"text": ""}] if request.stream else [text])
+
+
+def _describe_choice(turn: Turn, request: PolicyRequest, common: dict[str, Any], finish: str, parts: list[dict[str, Any]]) -> Response:
+    """Return a completion, or a stream whose first chunk holds the whole text. `parts`: what the choice of each chunk holds."""
+    before, sampled = turn.prompt_tokens, len(turn.generation.output_ids_T)
     ended = bool(sampled) and turn.generation.finish_reason == "stop"
     matched = turn.stop or (int(turn.generation.output_ids_T[-1]) if ended else None)  # as SGLang answers: the stop text or the end token
-    choice = {"index": 0, "message": message, "finish_reason": finish, "matched_stop": matched, "logprobs": None}
-    completion = {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": request.model,
-        "choices": [choice],
-        "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
-    }
-    return _stream(completion) if request.stream else JSONResponse(completion)
-
-
-def _stream(completion: dict[str, Any]) -> Response:
-    """Return a completion as a stream whose first chunk holds the whole text."""
-    choice = completion["choices"][0]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    common = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    end = {name: choice[name] for name in ("finish_reason", "matched_stop")}
-    chunks = [
-        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**common, "choices": [{"index": 0, "delta": {}, **end}], "usage": completion["usage"]},
-    ]
+    usage = {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
+    common |= {"created": int(time.time()), "model": request.model}
+    ends = [{"finish_reason": None}] * (len(parts) - 1) + [{"finish_reason": finish, "matched_stop": matched}]
+    chunks = [{**common, "choices": [{"index": 0, **part, "logprobs": None, **end}]} for part, end in zip(parts, ends, strict=True)]
+    if not request.stream:
+        return JSONResponse({**chunks[0], "usage": usage})
+    if request.include_usage:
+        chunks = [{**chunk, "usage": None} for chunk in chunks] + [{**common, "choices": [], "usage": usage}]
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
     return StreamingResponse(iter(lines), media_type="text/event-stream")
 

@@ -21,7 +21,7 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.rollout.agents.chat_format import ChatFormat
-from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, PolicyRequest, RefusedError, ToolCall
 from megatron_rl.rollout.engine import Abort, hash_seed
 from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
 
@@ -56,6 +56,11 @@ class Turn:
     def start(self) -> int:
         """Number of messages that the turn shares with its parent."""
         return len(self.parent.messages) if self.parent else 0
+
+    @property
+    def text(self) -> str:
+        """The conversation of a text completion as one text."""
+        return "".join(text for turn in self.path for text in (*(each.content for each in turn.messages[turn.start :]), turn.stop))
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,6 +110,8 @@ class AgentEpisode:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
             self._check_size(request)
+            if request.messages[0].role == TEXT:
+                request = self._divide(request)
             parent = self._find_parent(request)
             self._note_history(request, parent)
             if parent is None:
@@ -151,7 +158,7 @@ class AgentEpisode:
         name = response.removeprefix("resp_")
         number = int(name) if name.isdecimal() else -1
         with self._lock:
-            if not 0 <= number < len(self._turns):
+            if not 0 <= number < len(self._turns) or self._turns[number].messages[0].role == TEXT:
                 raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
             return self._turns[number]
 
@@ -187,6 +194,18 @@ class AgentEpisode:
         is_cut = bool(self.limit) and own_reward is None and self._config.own_reward
         completion.own_reward = 0.0 if is_cut else own_reward
         return completion
+
+    def _divide(self, request: PolicyRequest) -> PolicyRequest:
+        """Return a request for a text that begins with an earlier text and its response as one that continues the response. A response that
+        the end token has ended cannot be continued, because the text does not have this token."""
+        (text,) = request.messages
+        texts = [turn for turn in self._turns if turn.messages[0].role == TEXT]
+        found = [turn for turn in texts if len(turn.text) < len(text.content) and text.content.startswith(turn.text)]
+        unended = [turn for turn in found if not len(self._format.split_end(turn.generation.output_ids_T)[1])]
+        if not unended:
+            return request
+        turn = max(unended, key=lambda turn: len(turn.text))
+        return replace(request, messages=(*turn.messages, replace(text, content=text.content[len(turn.text) :])))
 
     def _find_parent(self, request: PolicyRequest) -> Turn | None:
         """Return the turn with the longest conversation that the request begins with in meaning. If several are equally long, one

@@ -1,4 +1,4 @@
-"""Messages and requests of agents in one form for both of OpenAI's interfaces, and their comparison by meaning. No torch, no HTTP."""
+"""Messages and requests of agents in one form for all of OpenAI's interfaces, and their comparison by meaning. No torch, no HTTP."""
 
 import json
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 from pydantic_core import from_json
 
 MODEL = "policy"  # model name that the endpoint reports; requests may use any name
+TEXT = "text"  # role of a text that is completed without a chat template
 _EXACT_INTEGERS = 2**53
 """Floats hold all integers up to this size, so JavaScript writes 2.0 as 2."""
 
@@ -86,6 +87,7 @@ class PolicyRequest:
     overridden: tuple[str, ...] = ()  # options of the request that the run overrides
     model: str = MODEL  # echoed in the response
     stream: bool = False
+    include_usage: bool = False  # whether the last chunk of a stream holds the usage
     instructions: str | None = None  # echoed
 
     @property

@@ -13,29 +13,24 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
-from megatron_rl.rollout.agents.messages import MODEL, ConversationMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.agents.messages import MODEL, TEXT, ConversationMessage, PolicyRequest, RefusedError, ToolCall
 
 _OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Options whose values the run decides, because the policy is trained on what it samples from."""
-_WITHOUT_EFFECT = {
-    *("stream_options", "include", "store", "metadata", "user", "parallel_tool_calls", "service_tier"),
-    *("safety_identifier", "prompt_cache_key", "truncation"),
+_LABELS = {
+    *("include", "store", "metadata", "user", "parallel_tool_calls", "service_tier", "truncation"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "background": (False,),
+"""Options about the handling of a request, which do not change its response, whatever their values."""
+_OFF = (None, False, 0, "", "none", "auto", "default", "text")
+_DEFAULTS = {
+    **{"n": 1, "best_of": 1, "repetition_penalty": 1, "length_penalty": 1, "skip_special_tokens": True, "verbosity": "medium"},
+    **{"logprobs": False, "logit_bias": {}},
 }
-"""Options that would change what is sampled or returned, with the values that have no such effect."""
+"""The values of options that ask for nothing, where this is not any value of `_OFF`."""
+_TEMPLATE = ("chat_template", "enable_", "thinking", "reasoning", "add_special_tokens")
+"""Beginnings of the names of options whose defaults depend on the model."""
 
-T = TypeVar("T")
 _reading = threading.Lock()
 """Held while a body is read, so that at most one parsed body, which may be 20 times as large as its text, is in memory."""
 
@@ -53,6 +48,10 @@ def _join_texts(content: Any) -> Any:
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _as_text(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 Item = TypeVar("Item")
@@ -124,10 +123,20 @@ class _OutputItem(_Model):
     call_id: _Name | None = None
 
 
+class _StreamOptions(_Model):
+    include_usage: bool | None = None
+
+
 class _Request(_Model):
     model: _Name | None = None
     stop: Annotated[list[_Stop] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _TextRequest(_Request):
+    prompt: Annotated[str, BeforeValidator(_as_text)]
+    max_tokens: _Count | None = None
 
 
 class _ChatRequest(_Request):
@@ -156,6 +165,14 @@ def read_chat_request(body: bytes | bytearray) -> PolicyRequest:
         return _make_request(values, request, messages, tools, limit)
 
 
+def read_text_request(body: bytes | bytearray) -> PolicyRequest:
+    """Read a request to /v1/completions, with OpenAI's default of 16 tokens, or raise RefusedError."""
+    with _reading:
+        values = _read_options(body, _TextRequest)
+        request = _validate(_TextRequest, values)
+        return _make_request(values, request, [ConversationMessage(TEXT, request.prompt)], (), request.max_tokens or 16)
+
+
 def read_response_request(body: bytes | bytearray, find_earlier: Callable[[str], Sequence[ConversationMessage]]) -> PolicyRequest:
     """Read a request to /v1/responses, or raise RefusedError. `find_earlier`: returns the conversation that
     `previous_response_id` names."""
@@ -181,16 +198,20 @@ def _read_options(body: bytes | bytearray, model: type[_Request]) -> dict[str, A
     if not isinstance(values, dict):
         raise RefusedError("the body must be a JSON object", code="invalid_value")
     for name, value in values.items():
-        if (
-            value is None
-            or name in model.model_fields
-            or name in _WITHOUT_EFFECT
-            or name in _OWN_SAMPLING
-            or value in _NEUTRAL.get(name, ())
-        ):
-            continue
-        raise RefusedError(f"{name[:100]}: {json.dumps(value)[:100]} is not supported here; leave it out")
+        if name not in model.model_fields and name not in _LABELS and name not in _OWN_SAMPLING and not _is_neutral(name, value):
+            raise RefusedError(f"{name[:100]}: {json.dumps(value)[:100]} is not supported here; leave it out")
     return values
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an option asks for nothing with this value: it is off, empty, or its default, like everything in it."""
+    if name in _DEFAULTS:
+        return value is None or (value == _DEFAULTS[name] and isinstance(value, bool) == isinstance(_DEFAULTS[name], bool))
+    if name.startswith(_TEMPLATE):
+        return value in (None, {}, [])
+    if isinstance(value, dict):
+        return bool(value) and all(_is_neutral(key, item) for key, item in value.items())
+    return all(_is_neutral("", item) for item in value) if isinstance(value, list) else value in _OFF
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -217,8 +238,9 @@ def _make_request(
     overridden = tuple(name for name in _OWN_SAMPLING if values.get(name) is not None)
     calls_tools = bool(tools) and values.get("tool_choice") != "none"
     stop, model = tuple(request.stop or ()), request.model or MODEL
-    instructions = getattr(request, "instructions", None)
-    return PolicyRequest(tuple(messages), text, limit, stop, calls_tools, overridden, model, bool(request.stream), instructions)
+    stream, options = bool(request.stream), request.stream_options
+    include_usage, instructions = bool(options and options.include_usage), getattr(request, "instructions", None)
+    return PolicyRequest(tuple(messages), text, limit, stop, calls_tools, overridden, model, stream, include_usage, instructions)
 
 
 def _check_number(text: str) -> None:

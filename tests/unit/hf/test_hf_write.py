@@ -13,16 +13,19 @@ from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import INDEX, read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.hf.write import atomic_folder, write_checkpoint
+from megatron_rl.hf.write import atomic_folder, write_checkpoint, write_file
 
 
 def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
     target = tmp_path / "a" / "model"
     with atomic_folder(target) as folder:
         (folder / "file").write_text("x")
+        (folder / "sub").mkdir(0o700)
+        write_file(folder / "sub" / "weights", {"a": torch.zeros(1)})
         assert not target.exists() and folder.parent == target.parent
     assert (target / "file").read_text() == "x"
-    assert stat.S_IMODE(target.stat().st_mode) == 0o755
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (target, *target.rglob("*"))}
+    assert modes == {"model": 0o755, "file": 0o644, "sub": 0o755, "weights": 0o644}
     assert os.listdir(target.parent) == ["model"]
 
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
-from support.agents import PROBLEM, ChatTokenizer, Policy, config
+from support.agents import BOS, PAIR, PROBLEM, ChatTokenizer, Policy, config
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.rollout.agents import endpoint
@@ -66,9 +67,110 @@ def test_chat_completions(desk):
 
 
 def test_streams(desk):
-    chunks = list(desk.say(USER, stream=True, stream_options={"include_usage": True}))
+    *chunks, last = desk.say(USER, stream=True, stream_options={"include_usage": True})
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "aa"
-    assert chunks[-1].choices[0].finish_reason == "stop" and chunks[-1].usage.completion_tokens == 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"] and not any(chunk.usage for chunk in chunks)
+    assert (last.choices, last.usage.completion_tokens, last.usage.total_tokens) == ([], 3, 11)
+    for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
+        chunks = list(desk.say(USER, stream=True, **options))
+        assert len(chunks) == 2 and "usage" not in chunks[0].model_fields_set | chunks[1].model_fields_set
+    texts = list(desk.client.completions.create(model="any", prompt="abcde", stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in texts[:-1]) == "aa" and texts[-2].choices[0].finish_reason == "stop"
+    assert texts[-1].choices == [] and texts[-1].usage.prompt_tokens == 6
+
+
+def test_streamed_tool_calls(desk):
+    desk.policy.reply = lambda prompt: "so!python:2+2"
+    first, last = desk.say(USER, tools=[TOOL], stream=True)
+    (call,) = first.choices[0].delta.tool_calls
+    assert (call.index, call.function.name, last.choices[0].finish_reason) == (0, "python", "tool_calls")
+
+
+def test_texts_are_completed_without_a_template(desk):
+    desk.policy.reply = lambda prompt: "b" * 30
+    answer = desk.client.completions.create(model="any", prompt=["aa"])
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason, answer.object, answer.model) == ("b" * 16, "length", "text_completion", "any")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 16) and desk.policy.asked[0][0] == [BOS, PAIR + 97]
+    for prompt, rule in (("", None), (["a", "b"], "prompt"), ([1, 2], "prompt"), ([[1]], "prompt"), (5, "prompt"), ([], "prompt")):
+        with contextlib.nullcontext() if rule is None else pytest.raises(openai.BadRequestError, match=rule):
+            desk.client.completions.create(model="any", prompt=prompt, max_tokens=1)
+
+
+def test_a_text_that_repeats_a_text_and_its_response_continues_the_sampled_tokens(desk):
+    def complete(prompt, said, **options):
+        desk.policy.reply = lambda _: said
+        return desk.client.completions.create(model="any", prompt=prompt, **options).choices[0].text
+
+    first = complete("aa", "bb", max_tokens=2)
+    second = complete("aa" + first + "cc", "xxO:x", stop=["O:"], max_tokens=5)
+    third = complete("aabbcc" + second + "O:d", "end", max_tokens=9)
+    assert (first, second, third) == ("bb", "xx", "end")
+    b, x = ord("b"), ord("x")
+    known = [BOS, PAIR + 97, b, b, PAIR + 99]  # the letters as they were sampled, and the texts as they are encoded
+    assert desk.policy.asked[1][0] == known and desk.policy.asked[2][0] == [*known, x, x, *map(ord, "O:xd")]
+    complete("aabbccxxO:dend more", "y", max_tokens=1)  # what the end token ended continues the response before
+    assert desk.policy.asked[3][0][: len(known) + 5] == desk.policy.asked[2][0][:-1]
+    complete("aabb", "y", max_tokens=1)  # without more text, the question is asked again
+    with pytest.raises(openai.NotFoundError, match="is not a response of this episode"):
+        desk.client.responses.create(model="any", input="a", previous_response_id="resp_0")
+    desk.say({"role": "user", "content": "aabbcc"})
+    completion = desk.episode.finish("", None)
+    assert (completion.calls, len(completion.conversations), completion.foreign_histories) == (6, 4, 0)
+
+
+def test_models_unknown_paths_and_methods_are_answered_as_openai_does(desk):
+    assert desk.client.models.retrieve("policy").id == "policy"
+    with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
+        desk.client.models.retrieve("org/other")
+    assert refused.value.code == "model_not_found"
+    url = desk.sampler._endpoint.url
+    for method, path, status, code in (
+        ("GET", "/nothing", 404, "unknown_url"),
+        ("POST", "/embeddings", 404, "unknown_url"),
+        ("POST", "/chat", 404, "unknown_url"),
+        ("GET", "/../metrics", 404, "unknown_url"),
+        ("GET", "/chat/completions", 405, "method_not_supported"),
+        ("DELETE", "/models/policy", 405, "method_not_supported"),
+        ("PUT", "/completions", 405, "method_not_supported"),
+    ):
+        answer = httpx.request(method, url + path, headers={"Authorization": f"Bearer {desk.key}"}, trust_env=False)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+        assert error["message"].startswith(f"invalid URL ({method} ") and error["param"] is None
+    for path in ("/models", "/models/policy"):
+        answer = httpx.get(url + path, headers={"Authorization": "Bearer no"}, trust_env=False)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+NEUTRAL = {
+    "n": [1, 1.0, None], "best_of": [1], "frequency_penalty": [0, 0.0, -0.0], "presence_penalty": [0.0], "repetition_penalty": [1.0],
+    "logit_bias": [{}], "logprobs": [False], "top_logprobs": [0, None], "store": [True, False], "user": ["u"],
+    "service_tier": ["auto", "flex"], "metadata": [{"a": "b"}], "seed": [7],
+    "response_format": [{"type": "text"}], "modalities": [["text"]],
+    "tool_choice": ["auto", "none"], "functions": [[]], "function_call": ["none"], "stop_token_ids": [[]], "min_tokens": [0],
+    "ignore_eos": [False], "use_beam_search": [False], "echo": [False], "suffix": ["", None], "skip_special_tokens": [True],
+    "text": [{"format": {"type": "text"}, "verbosity": "medium"}], "parallel_tool_calls": [True, False], "prompt_cache_key": ["k"],
+    "reasoning_effort": [None], "chat_template_kwargs": [{}, None], "prediction": [None], "web_search_options": [None], "unknown": [None],
+}  # fmt: skip
+CHANGING = {
+    "n": [2, 0, True], "best_of": [3, 0], "frequency_penalty": [0.1, -1], "repetition_penalty": [1.1, 0], "logit_bias": [{"5": -100}],
+    "logprobs": [True, 0, 5], "top_logprobs": [3], "response_format": [{"type": "json_object"}], "modalities": [["text", "audio"]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "python"}}], "functions": [[{"name": "f"}]], "min_tokens": [5],
+    "ignore_eos": [True], "echo": [True], "suffix": ["x"], "skip_special_tokens": [False], "enable_thinking": [False, True],
+    "chat_template_kwargs": [{"enable_thinking": False}], "thinking": [{"type": "disabled"}], "reasoning_effort": ["low", "none"],
+    "web_search_options": [{}], "guided_json": [{}],
+    "text": [{"format": {"type": "json_schema"}}, {"verbosity": "low"}], "unknown": [True, 5, "x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL.keys() | CHANGING.keys())
+def test_values_that_change_nothing_are_accepted_and_all_others_refused(desk, name):
+    for value in NEUTRAL.get(name, ()):
+        assert desk.say(USER, extra_body={name: value}).choices[0].message.content == "aa", value
+    for value in CHANGING.get(name, ()):
+        with pytest.raises(openai.BadRequestError, match=f"{name}: .* is not supported here"):
+            desk.say(USER, extra_body={name: value})
 
 
 def test_tools_are_called_and_answered(desk):

@@ -24,7 +24,7 @@ from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.rollout.engine import ParsedToolCalls
 from megatron_rl.types import Completion, Generation, SamplingParams
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT, RESPONSES, TEXTS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 DEEP = "[" * 100_000
@@ -104,6 +104,10 @@ def chat(**changes) -> bytes:
 
 def message(**changes) -> bytes:
     return json.dumps({"messages": [{**USER, **changes}]}).encode()
+
+
+def text(**changes) -> bytes:
+    return json.dumps({"prompt": "x", **changes}).encode()
 
 
 def call(**function) -> bytes:
@@ -187,6 +191,14 @@ REFUSED_RESPONSES = {
     "tools 5": respond("x", tools=5), "flat tool": respond("x", tools=[TOOL]), "max_output_tokens": respond("x", max_output_tokens=0),
     "surrogate": b'{"input": "\\ud800"}', "list": b"[]",
 }  # fmt: skip
+REFUSED_TEXTS = {
+    "no prompt": b"{}", "prompt null": text(prompt=None), "prompt 5": text(prompt=5), "prompts": text(prompt=["a", "b"]),
+    "no prompts": text(prompt=[]), "prompt nested": text(prompt=[["a"]]), "ids": text(prompt=[1, 2]), "empty": text(prompt=""),
+    "surrogate": b'{"prompt": "\\ud800"}', "max_tokens 0": text(max_tokens=0), "stop 5": text(stop=5),
+    "tools": text(tools=[TOOL]), "echo": text(echo=True), "logprobs 0": text(logprobs=0),
+    "stream_options 5": text(stream_options=5), "include_usage 5": text(stream_options={"include_usage": 5}),
+    "list": b"[]", "brackets": DEEP.encode(),
+}  # fmt: skip
 ANSWERED = {
     "the last of doubled keys": b'{"messages": [{"role": "critic", "role": "user", "content": "x"}], "n": 2, "n": 1}',
     "emoji": raw('"\\ud83d\\ude00"'), "zero": raw('"\\u0000"'), "escape": raw('"\\u001b[2J"'),
@@ -207,6 +219,7 @@ ANSWERED = {
 @pytest.mark.parametrize("path, body", [
     *(pytest.param(CHAT, body, id=name) for name, body in REFUSED.items()),
     *(pytest.param(RESPONSES, body, id=f"responses: {name}") for name, body in REFUSED_RESPONSES.items()),
+    *(pytest.param(TEXTS, body, id=f"texts: {name}") for name, body in REFUSED_TEXTS.items()),
 ])  # fmt: skip
 def test_a_malformed_request_is_refused_with_a_reason_and_costs_nothing_else(client, path, body):
     status, answer = client.post(body, path)

@@ -1,0 +1,81 @@
+"""The command `serve`: an inference engine as in a run, alone, with OpenAI's interface, for a Hugging Face checkpoint."""
+
+import os
+import re
+import secrets
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.config.errors import to_user_error
+from megatron_rl.config.hub import find_model_folder
+from megatron_rl.config.loading import apply_overrides
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.evaluation.checkpoint import check_checkpoint
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import pin_hub_model
+from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.observability.signals import install_signal_handlers
+from megatron_rl.rollout.engine import find_engine_launcher
+from megatron_rl.workers.temporary_folder import use_private_temporary_folder
+from parallel.formats import MODES
+
+KEY_VARIABLE = "MEGATRON_RL_API_KEY"
+
+
+def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Serve until a signal ends this process. `fields` of `[rollout]` precede `overrides`. Raise UserError before an engine starts, or
+    RunError if it ends by itself."""
+    path = pin_hub_model(path, "FOLDER")
+    config = _make_config(path, fields, overrides)
+    given = os.environ.pop(KEY_VARIABLE, "")
+    if given and not re.fullmatch(r"\w[\w.~+/=-]*", given, re.ASCII):
+        raise UserError(KEY_VARIABLE, None, "must consist of letters, digits, and . ~ + / = _ -", "write another key, or unset it")
+    launcher = find_engine_launcher(config.rollout.engine)
+    launcher.check(config)
+    checkpoint = check_checkpoint(path, "FOLDER", config)
+    load_tokenizer(checkpoint.tokenizer, "FOLDER")
+    host, key = config.rollout.hosts[0], given or secrets.token_hex(24)
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise UserError("--port", port, f"cannot be bound on {host} ({reason})", "choose another port, or another --host") from None
+    install_signal_handlers(alone=True)
+    use_private_temporary_folder()
+    folder = Path(tempfile.mkdtemp())
+
+    def announce() -> None:
+        shown = f"the value of {KEY_VARIABLE}" if given else key
+        print(
+            f"serving: {config.model.name} at http://{host}:{port}/v1 until Ctrl-C\nAPI key: {shown}\nlog:     {folder / 'engine.log'}",
+            flush=True,
+        )
+
+    try:
+        launcher.serve(config, checkpoint.prepare(config, folder / "model"), folder, port, key, announce)
+    except RunError as error:
+        raise RunError(str(error).partition("; log: ")[0], error.log_tail) from None  # the log is removed with its folder
+
+
+def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str]) -> Config:
+    """Return the configuration of an engine that serves a checkpoint in its own precision."""
+    hf_config = read_config(find_model_folder(path), "FOLDER")
+    stored, dtype = find_checkpoint_format(hf_config), hf_config.get("dtype", hf_config.get("torch_dtype"))
+    name = stored.name if stored else ""
+    mode = next(mode for mode, formats in MODES.items() if (formats.engine.name if formats.engine else "") == name)
+    precision = {"mode": mode, "high": "fp32" if dtype == "float32" else "bf16"}
+    if stored:
+        precision["scale_format"] = stored.scale_format
+    no_run = {"data": {"max_prompt_tokens": 1}, "rollout": {**fields, "max_new_tokens": 1}}  # requests have their own lengths
+    table = apply_overrides({"model": {"path": str(path)}, "precision": precision, **no_run}, overrides)
+    try:
+        return Config.model_validate(table, strict=False)
+    except ValidationError as error:
+        raise to_user_error(error, Config) from None
