@@ -215,7 +215,7 @@ class _ErrorRecord(NamedTuple):
 
     name: str  # of its class
     arguments: tuple[str | int | float | bool | None, ...]
-    others: tuple[tuple[str | int | float | bool | None, ...], ...] = ()  # arguments of further UserErrors
+    others: tuple[tuple[str, str | int | float | bool | None, str, str], ...] = ()  # arguments of further UserErrors
 
     @classmethod
     def of(cls, error: MegatronRLError) -> "_ErrorRecord":
@@ -228,7 +228,7 @@ class _ErrorRecord(NamedTuple):
             arguments = str(error), error.log_tail
         # a file's name may hold bytes that are not UTF-8
         legible = (each.encode(errors="backslashreplace").decode() if isinstance(each, str) else each for each in arguments)
-        others = tuple(cls.of(each).arguments for each in error.others) if isinstance(error, UserError) else ()
+        others: Any = tuple(cls.of(each).arguments for each in error.others) if isinstance(error, UserError) else ()
         return cls(type(error).__name__, tuple(legible), others)
 
     def restore(self) -> MegatronRLError:
