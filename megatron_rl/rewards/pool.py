@@ -77,4 +77,4 @@ def _clean(text: object) -> str:
 
 
 if __name__ == "__main__":
-    serve(_load_functions)
+    serve(_load_functions, Problem, Sample)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import selectors
 import socket
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from megatron_rl.errors import RunError
+from megatron_rl.workers import plain
 from megatron_rl.workers.child import KeptProcess
 from megatron_rl.workers.frames import Channel, FrameError, pack
 from megatron_rl.workers.process import READY, describe_error
@@ -119,9 +119,9 @@ class WorkerPool(Generic[ResultT]):
             self._start_missing()
 
     def run(self, tasks: Sequence[tuple[Any, ...]]) -> list[ResultT]:
-        """Return the handler's results for the tasks, in order. Each task is a tuple of picklable arguments. Thread-safe. The result of
-        a task without an answer is `make_failure` of the reason, such as "timeout after 5 s" or "worker died (signal 9)". Raise RunError
-        if the workers cannot be started."""
+        """Return the handler's results for the tasks, in order. Each task is a tuple of arguments that `plain.dump` takes. Thread-safe.
+        The result of a task without an answer is `make_failure` of the reason, such as "timeout after 5 s" or "worker died (signal 9)".
+        Raise RunError if the workers cannot be started."""
         call = _Call[ResultT](len(tasks))
         with self._changed:
             self._waiting.extend(_Task(call, number, each, self.find_kind(*each)) for number, each in enumerate(tasks))
@@ -190,7 +190,7 @@ class WorkerPool(Generic[ResultT]):
         """Return the frame of a task for a worker, or nothing after failing a task that cannot be sent."""
         try:
             return worker.pack(task)
-        except Exception as error:  # an object of the row that cannot be pickled, or a row that is too large
+        except Exception as error:  # an object of the row that cannot be written as JSON, or a row that is too large
             task.fail(self.make_failure(f"the task cannot be sent: {describe_error(error)}"))
             return b""
 
@@ -325,7 +325,7 @@ class _Worker:
     def pack(self, task: _Task[Any]) -> bytes:
         """Return the frame with a task, whose answer is due from now on. Raise any exception if the task cannot be sent."""
         number, is_first = next(_numbers), task.kind not in self.known and all(task.kind != other.kind for other in self.tasks)
-        frame = pack(pickle.dumps((number, is_first, task.arguments)))
+        frame = pack(plain.dump((number, is_first, task.arguments)))
         self.tasks.append(task)
         self.numbers.append(number)
         return frame

@@ -1,12 +1,11 @@
 """Worker side of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB`, started by `megatron_rl.workers.pool`. A worker loads a handler, sends
 an answer with the number -1, then receives tasks and answers each as soon as it is done. It ends when its socket closes, and with its
-keeper. Tasks are pickles of the parent process; answers are JSON, because a completion may have taken this process over."""
+keeper. Tasks and answers are JSON."""
 
 import base64
 import fcntl
 import json
 import os
-import pickle
 import random
 import resource
 import signal
@@ -18,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from megatron_rl.workers import plain
 from megatron_rl.workers.frames import FrameError, pack, receive_frame
 from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, prctl
 from megatron_rl.workers.usage import Usage, note_exhaustion, take_exhaustion
@@ -28,9 +28,9 @@ READY = -1
 _HIGHEST_DESCRIPTOR = 1023  # where the socket is out of the way of code that closes or reuses descriptors
 
 
-def serve(load: Callable[[str], Callable[..., object]]) -> None:
+def serve(load: Callable[[str], Callable[..., object]], *classes: type) -> None:
     """Run this process as a worker until its socket closes. `load` makes the handler of tasks from ARGUMENT; a handler returns what JSON
-    can express, and bytes."""
+    can express, and bytes. `classes` are the dataclasses among the arguments of tasks."""
     fd, argument, memory_mb = sys.argv[1:]
     ignore_signals_for_parent()
     channel, own = _take_socket(int(fd)), os.getpid()
@@ -44,7 +44,7 @@ def serve(load: Callable[[str], Callable[..., object]]) -> None:
     usage = Usage(int(memory_mb))
     while True:
         try:
-            number, is_first, arguments = pickle.loads(receive_frame(channel))
+            number, is_first, arguments = plain.load(receive_frame(channel), classes)
         except (EOFError, ConnectionError):
             return
         error, result = "", None

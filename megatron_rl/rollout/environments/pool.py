@@ -95,4 +95,4 @@ def _answer_step(environment: EnvironmentClass, turn: tuple[str, str], episode: 
 
 
 if __name__ == "__main__":
-    serve(lambda name: functools.partial(_answer_step, load_environment(name)))
+    serve(lambda name: functools.partial(_answer_step, load_environment(name)), Episode)

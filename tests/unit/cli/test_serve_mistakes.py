@@ -68,7 +68,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: getattr(mistake, "__name__", mistake))
 def test_a_mistake_is_one_line_before_an_engine_starts(export, tmp_path, monkeypatch, taken_port, mistake):
     def start(self, *_, **__):
         raise AssertionError("an engine starts")

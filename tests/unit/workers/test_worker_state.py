@@ -187,7 +187,7 @@ def test_a_task_that_cannot_be_sent_costs_only_itself():
     with pool_of() as pool:
         rewards = [reward for [reward] in pool.score(["a"] * 4, [*problems, problems[0]])]
     assert [reward.correct for reward in rewards] == [True, False, False, True]
-    assert rewards[1].error == "the task cannot be sent: TypeError: cannot pickle '_thread.lock' object"
+    assert rewards[1].error == "the task cannot be sent: TypeError: lock cannot be sent to a worker"
     assert rewards[2].error == "the task cannot be sent: FrameError: 128 MiB, and a message has at most 64 MiB"
 
 

@@ -164,7 +164,7 @@ CHANGING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NEUTRAL.keys() | CHANGING.keys())
+@pytest.mark.parametrize("name", sorted(NEUTRAL.keys() | CHANGING.keys()))
 def test_values_that_change_nothing_are_accepted_and_all_others_refused(desk, name):
     for value in NEUTRAL.get(name, ()):
         assert desk.say(USER, extra_body={name: value}).choices[0].message.content == "aa", value
