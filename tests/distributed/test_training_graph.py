@@ -11,7 +11,7 @@ from support.trainer import Trainer
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import QUANTIZED_ROLES
-from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, describe_differences, fold_layers
 from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
 from parallel.model_geometry import ModelGeometry
@@ -24,7 +24,7 @@ def read_trainer_graph(folder, precision, plant="", only_on=None):
     """Return the training graph of a checkpoint. A difference is planted on every rank, or only on rank `only_on`."""
     model = Trainer(folder, precision).model
     with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
-        return read_training_graph(model).run(lambda graph: graph)
+        return read_training_graph(model).run(lambda graph: graph, PrecisionGraph)
 
 
 def formats(graph, phase, tensor):
