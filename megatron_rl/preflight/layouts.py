@@ -8,7 +8,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
-from parallel.hf_config import HFConfig
+from parallel.hf_config import MOST_POSITIONS, HFConfig
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
 from parallel.row_sums import LEAF, holds_node
@@ -64,7 +64,7 @@ def longest_sequence_fits(facts: Facts) -> None:
     config, longest = facts.config, facts.config.longest_sequence
     fields = HFConfig(facts.hf_config)
     named = ["max_position_embeddings", *(name for name in ["model_max_length"] if fields.get(name) is not None)]  # SGLang reads either
-    limit = min(fields.size(name) for name in named)
+    limit = min(fields.size(name, most=MOST_POSITIONS) for name in named)
     yarn = facts.model.rope.yarn
     reach = int(yarn.rotary_scaling_factor * yarn.original_max_position_embeddings) if yarn else 0
     other = f", or set {' and '.join(named)} of config.json to {reach}, as far as YaRN reaches" if reach >= longest else ""
