@@ -188,7 +188,8 @@ class WeightTransfer:
         failures = [failure for _, failure, _ in outcomes if failure]
         if failures:
             reason, engine_lost = self._engine.run(_read_failure)
-            error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
+            own_fails = PlugError.__name__ in reason  # a user's own transport fails in the engine, and would in another engine, too
+            error_class = EngineLostError if engine_lost or (any(lost for *_, lost in outcomes) and not own_fails) else RunError
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
 
