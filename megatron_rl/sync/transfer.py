@@ -175,21 +175,23 @@ class WeightTransfer:
 
     def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank and return all results. If a rank fails, raise RunError on all ranks, with the engine's error."""
-        result, failure, lost = None, "", False
+        result, failure, lost, own = None, "", False, False
         expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
         try:
             result = step()
         except expected as error:
             failure = f"trainer rank {self._rank}: {error}"
-            lost = isinstance(error, self._transport.lost_errors) and not isinstance(error, PlugError)
+            own = isinstance(error, PlugError)
+            lost = isinstance(error, self._transport.lost_errors) and not own
             if self._outbox is not None:
                 self._outbox.close()  # engine ranks that wait for this rank fail at once
-        outcomes = gather_from_ranks((result, failure, lost))
-        failures = [failure for _, failure, _ in outcomes if failure]
+        outcomes = gather_from_ranks((result, failure, lost, own))
+        failures = [failure for _, failure, _, _ in sorted(outcomes, key=lambda outcome: not outcome[3]) if failure]
         if failures:
             reason, engine_lost = self._engine.run(_read_failure)
-            own_fails = PlugError.__name__ in reason  # a user's own transport fails in the engine, and would in another engine, too
-            error_class = EngineLostError if engine_lost or (any(lost for *_, lost in outcomes) and not own_fails) else RunError
+            own_fails = PlugError.__name__ in reason or any(own for *_, own in outcomes)  # a user's own transport would fail again
+            is_lost = engine_lost or any(lost for _, _, lost, _ in outcomes)
+            error_class = EngineLostError if is_lost and not own_fails else RunError
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
 
