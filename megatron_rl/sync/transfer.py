@@ -177,20 +177,23 @@ class WeightTransfer:
     def _run_on_all_ranks(self, step: Callable[[], T], kind: Any) -> list[T]:
         """Run `step` on every rank and return all results, of type `kind`. If a rank fails, raise RunError with the engine's error on all
         ranks."""
-        result, failure, lost = None, "", False
+        result, failure, lost, own = None, "", False, False
         expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
         try:
             result = step()
         except expected as error:
             failure = f"trainer rank {self._rank}: {error}"
-            lost = isinstance(error, self._transport.lost_errors) and not isinstance(error, PlugError)
+            own = isinstance(error, PlugError)
+            lost = isinstance(error, self._transport.lost_errors) and not own
             if self._outbox is not None:
                 self._outbox.close()  # engine ranks that wait for this rank fail at once
-        outcomes = gather_from_ranks((result, failure, lost), tuple[kind, str, bool] | tuple[None, str, bool])
-        failures = [failure for _, failure, _ in outcomes if failure]
+        outcomes = gather_from_ranks((result, failure, lost, own), tuple[kind, str, bool, bool] | tuple[None, str, bool, bool])
+        failures = [failure for _, failure, _, _ in sorted(outcomes, key=lambda outcome: not outcome[3]) if failure]
         if failures:
             reason, engine_lost = self._engine.run(_read_failure, tuple[str, bool])
-            error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
+            own_fails = PlugError.__name__ in reason or any(own for *_, own in outcomes)  # a user's own transport would fail again
+            is_lost = engine_lost or any(lost for _, _, lost, _ in outcomes)
+            error_class = EngineLostError if is_lost and not own_fails else RunError
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
 

@@ -188,7 +188,10 @@ class Session:
         """Load the problems and start reward workers and engines. Rank 0 only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
-        stream, held_out = load_problems(config, tokenizer)
+        try:
+            stream, held_out = load_problems(config, tokenizer)
+        except UserError as error:  # the check before the run has read the same data
+            raise RunError(f"the data can no longer be read: {error}") from None
         if state is not None:
             stream.load_state_dict(state.data(), bool(self.resumed and self.resumed.may_have_other_problems))
         self._record_contents(stream, held_out)
