@@ -9,8 +9,8 @@ may be to blame, so the task that failed runs once more as the first task of a n
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import selectors
 import socket
 import sys
@@ -294,9 +294,6 @@ class WorkerPool(Generic[ResultT]):
             raise RunError(f"{self.section} workers do not start: {reason} ({self.section}.memory_mb = {self._memory_mb})")
 
 
-_numbers = itertools.count(READY + 1)
-
-
 class _Worker:
     """One worker process, its socket, and the tasks that it has not answered yet."""
 
@@ -324,7 +321,8 @@ class _Worker:
 
     def pack(self, task: _Task[Any]) -> bytes:
         """Return the frame with a task, whose answer is due from now on. Raise any exception if the task cannot be sent."""
-        number, is_first = next(_numbers), task.kind not in self.known and all(task.kind != other.kind for other in self.tasks)
+        number = secrets.randbits(48)  # an earlier task cannot guess it, and so not answer in place of this one
+        is_first = task.kind not in self.known and all(task.kind != other.kind for other in self.tasks)
         frame = pack(plain.dump((number, is_first, task.arguments)))
         self.tasks.append(task)
         self.numbers.append(number)
