@@ -139,6 +139,7 @@ def keep_valid(kind: TypeAdapter[Any], value: Any) -> tuple[Any, list[str]]:
 def _find_part(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the path of the innermost part of a value that a location of pydantic names; it may also name types and missing keys."""
     path: list[int | str] = []
+    key: Any
     for key in location:
         if (isinstance(value, dict) and key in value) or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
             value = value[key]

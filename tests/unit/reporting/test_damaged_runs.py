@@ -146,7 +146,7 @@ def check_all(run: Path) -> dict[str, str]:
 def resume(run: Path) -> None:
     found = find_run_to_resume(config(run.parent, str(run)))
     assert found is not None
-    found.check_problems("y")
+    found.check_problems("x")
     point = choose_checkpoint(run, 9)
     point.describe({"tp": 1})
     log = RunLog.reopen(run, found.config.model_dump(mode="json"), collect_versions(), {}, point.state["step"])
