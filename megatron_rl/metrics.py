@@ -113,5 +113,7 @@ def read_declarations(run: Mapping[str, Any]) -> Declarations:
     """Return the declarations in the contents of run.json, as `observability.run_folder` returns them. Fields that only another version
     has are ignored."""
     known = {field.name for field in fields(Metric)}
-    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", ()))
+    rows: Iterable[dict[str, Any]] = (
+        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in run.get("metrics", ())
+    )
     return {row["name"]: Metric(**{key: value for key, value in row.items() if key in known}) for row in rows}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 
+from megatron_rl.config.reading import parse_number
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
@@ -128,7 +129,7 @@ def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
 def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
     """Parse parallel sizes such as `tp=2,pp=2`. Raise UserError unless names are allowed and sizes are positive integers."""
     sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
-    if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
+    if not all(name in allowed and parse_number(size, 1, 1 << 16) for name, size in sizes.items()):
         raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
     return {name: int(size) for name, size in sizes.items()}
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.reading import parse_number
 from megatron_rl.data import load_held_out
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
@@ -56,10 +57,10 @@ class EvalRequest:
         """Return the values of k to report for `samples` completions per problem, ascending. Raise UserError for invalid values."""
         if self.at is None:
             return powers_of_two(samples)
-        words = [word.strip() for word in self.at.split(",")]
-        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        numbers = {parse_number(word, 1, 1 << 40) for word in self.at.split(",")}
+        ks = sorted(number for number in numbers if number is not None)
+        if None in numbers:
             raise UserError("--at", self.at, "must be positive integers separated by commas", "write for example --at 1,8,64")
-        ks = sorted(set(map(int, words)))
         if ks[-1] > samples:
             rule = f"requires {ks[-1]} completions per problem, but there are {samples}"
             raise UserError("--at", self.at, rule, f"use --samples {ks[-1]} or more")

@@ -18,6 +18,8 @@ import typer
 
 from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
+from megatron_rl.config.base import MAX_RANKS
+from megatron_rl.config.reading import parse_number, reading
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
@@ -72,7 +74,8 @@ def train(
         from megatron_rl.preflight import check_run, pin_model
 
         loaded_config = pin_model(loaded_config)
-        use_private_temporary_folder()
+        with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
+            use_private_temporary_folder()
         layout = check_run(loaded_config)
         from megatron_rl.mcore import wandb_hidden
 
@@ -105,7 +108,8 @@ def evaluate(
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
-        use_private_temporary_folder()
+        with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
+            use_private_temporary_folder()
         folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, at, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")
@@ -300,5 +304,4 @@ def _prefix() -> str:
 
 def _rank(variable: str) -> int:
     """Return a rank from an environment variable of torchrun, or 0 without torchrun."""
-    value = os.environ.get(variable, "")
-    return int(value) if value.isdigit() else 0
+    return parse_number(os.environ.get(variable, ""), 0, MAX_RANKS) or 0

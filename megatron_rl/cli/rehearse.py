@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.reading import parse_number
 from megatron_rl.cost.hardware import Cluster
 from megatron_rl.cost.weights import count_engine_weights, list_extreme_stages
 from megatron_rl.cost.workload import Candidate, Workload
@@ -71,10 +72,10 @@ def choose_ranks(text: str | None, job: Workload, layout: Layout) -> list[int]:
         return list(dict.fromkeys((last, 0, min(width, last), *(stage * width for stage in list_extreme_stages(job, layout)))))
     ranks = []
     for word in text.split(","):
-        number = str(layout.world_size - 1) if word.strip() == "last" else word.strip()
-        if not number.isdigit() or int(number) >= layout.world_size:
-            rule = f"{word!r} is not one of the {layout.world_size} ranks"
+        number = layout.world_size - 1 if word.strip() == "last" else parse_number(word, 0, layout.world_size - 1)
+        if number is None:
+            rule = f"{word!r:.80} is not one of the {layout.world_size} ranks"
             raise UserError("--ranks", text, rule, "give numbers from 0, or last, as in 0,7,last")
-        ranks.append(int(number))
+        ranks.append(number)
     in_order = sorted(dict.fromkeys(ranks), key=lambda rank: rank < last)
     return in_order if in_order[0] >= last else [last, *in_order]

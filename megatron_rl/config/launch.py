@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_rl.config.base import MAX_RANKS
+from megatron_rl.config.reading import parse_number
 from megatron_rl.errors import UserError
 
 _LIMITS = {
@@ -54,7 +55,7 @@ def read_launch(joins: bool = False, environment: Mapping[str, str] = os.environ
 
 def read_number(name: str, text: str, low: int, high: int) -> int:
     """Return the number that a variable holds. Raise UserError if it is not an integer from `low` to `high`."""
-    text = text.strip()
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
-        raise UserError(name, text, f"must be an integer from {low} to {high}", _FIX)
-    return int(text)
+    number = parse_number(text, low, high)
+    if number is None:
+        raise UserError(name, text.strip(), f"must be an integer from {low} to {high}", _FIX)
+    return number

@@ -70,6 +70,8 @@ def describe_read_error(error: BaseException) -> str:
             return f"is not a valid regular expression ({error})"
         case _ if "integer string conversion" in str(error):
             return "has an integer of too many digits"
+        case BadPathError():
+            return str(error)
     return f"cannot be read ({error})"
 
 
@@ -139,6 +141,7 @@ def keep_valid(kind: TypeAdapter[Any], value: Any) -> tuple[Any, list[str]]:
 def _find_part(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the path of the innermost part of a value that a location of pydantic names; it may also name types and missing keys."""
     path: list[int | str] = []
+    key: Any
     for key in location:
         if (isinstance(value, dict) and key in value) or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
             value = value[key]
@@ -148,10 +151,21 @@ def _find_part(value: Any, location: tuple[int | str, ...]) -> tuple[int | str, 
     return tuple(path)
 
 
+def parse_number(text: str, low: int, high: int) -> int | None:
+    """Return the integer that a text holds, or None if it is not one from `low` to `high`. `str.isdigit` accepts more than `int` does."""
+    text = text.strip()
+    is_short = text.isascii() and text.isdecimal() and len(text) < 16
+    return int(text) if is_short and low <= int(text) <= high else None
+
+
+class BadPathError(ValueError):
+    """Raised for a path that no file can have."""
+
+
 def check_path(path: Path | str) -> None:
-    """Raise ValueError if no file can have this path. What passes can be looked up without an error about the name."""
+    """Raise BadPathError if no file can have this path. What passes can be looked up without an error about the name."""
     data = os.fsencode(path)
     if b"\0" in data:
-        raise ValueError("has a NUL character, which no path can have")
+        raise BadPathError("has a NUL character, which no path can have")
     if len(data) > _LONGEST_PATH or any(len(name) > _LONGEST_NAME for name in data.split(b"/")):
-        raise ValueError(f"is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,}")
+        raise BadPathError(f"is too long: a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,}")

@@ -232,23 +232,26 @@ def _keep_room(folder: Path) -> None:
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Remove all lines from the first one of a later step, and a torn last line. A damaged line before them stays."""
-    end = 0
+    """Remove all lines after the last one of a step up to `step`, and a torn last line. Damaged lines beside those that stay, stay."""
+    end = position = 0
     with path.open("rb+") as file:
         for line in file:
-            if not line.endswith(b"\n") or _is_later(line, step):
-                break
-            end += len(line)
+            position += len(line)
+            found = _read_step(line)
+            if line.endswith(b"\n") and (end == position - len(line) if found is None else found <= step):
+                end = position
         file.truncate(end)
         os.fsync(file.fileno())
 
 
-def _is_later(line: bytes, step: int) -> bool:
+def _read_step(line: bytes) -> int | None:
+    """Return the step of a line, or None for a damaged one."""
     try:
         row = parse_json(line)
     except READ_ERRORS:
-        return False
-    return isinstance(row, dict) and type(row.get("step")) is int and row["step"] > step
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int else None
 
 
 def _json_number(key: str, value: float) -> MetricValue:

@@ -1,5 +1,6 @@
 """Formats `eval.json` for the terminal, the evaluation page, and the run's report."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,8 @@ def summarize_evaluations(run_dir: Path, left_out: list[str]) -> list[dict[str, 
     """Return a table row for each complete evaluation in `run_dir/eval`, ordered by RL step. `left_out` receives a warning for each file
     that cannot be read."""
     evaluations = []
-    for path in sorted(run_dir.glob("eval/*/eval.json")):
-        if (results := read_file_of(EVAL, path, left_out)) is None:
+    for path in sorted(folder / "eval.json" for folder in run_dir.glob("eval/*")):
+        if not os.path.lexists(path) or (results := read_file_of(EVAL, path, left_out)) is None:
             continue
         overall = results["sides"]["checkpoint"]["table"][0]
         # a k that a damaged file lacks is not shown

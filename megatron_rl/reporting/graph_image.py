@@ -19,8 +19,8 @@ _MOST_BYTES = 16 << 20
 def read_graph(path: Path) -> tuple[str, str]:
     """Return the graph as an inline `<svg>` element, and a warning. Either is empty."""
     try:
-        text = read_file(path, _MOST_BYTES)
-        if b"<!" in text:  # entities can grow without bound
+        text = read_file(path, _MOST_BYTES).decode()
+        if "<!" in text:  # entities can grow without bound
             raise ValueError("it has a declaration")
         root = ElementTree.fromstring(text)
         if root.tag != f"{{{_NAMESPACE}}}svg":

@@ -4,6 +4,7 @@ The page loads nothing and runs no script, so it can be mailed or opened from a 
 says so. All text written by the model is escaped.
 """
 
+import functools
 import os
 from dataclasses import dataclass
 from datetime import datetime
@@ -297,6 +298,11 @@ def _format_time(unix_time: float) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """Render a page's template. Everything is escaped except the plots and the graph, whose text is escaped already."""
+    return _pages().get_template(template).render(**values)
+
+
+@functools.cache
+def _pages() -> Environment:
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters.update(
@@ -304,4 +310,4 @@ def render_page(template: str, **values: Any) -> str:
         number=lambda value: format_value(value, "number") if isinstance(value, (int, float)) else "–",
         signed=lambda value: f"{value:+.2f}" if isinstance(value, (int, float)) else "–",
     )
-    return pages.get_template(template).render(**values)
+    return pages

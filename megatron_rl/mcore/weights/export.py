@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.launch import read_launch
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.config.reading import check_path, reading
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, join_ranks, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
@@ -99,6 +100,8 @@ def _launched_ranks() -> Iterator[None]:
 
 def _check_paths(checkpoint: Path, output: Path) -> Path:
     """Return the local folder of `checkpoint`, downloaded if necessary."""
+    with reading("--output", str(output)):
+        check_path(output)
     if os.path.lexists(output):
         raise UserError("--output", str(output), "exists already", "name a new folder")
     return fetch_model(checkpoint, "--checkpoint")

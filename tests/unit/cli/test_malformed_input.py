@@ -173,6 +173,32 @@ def test_commands_name_the_launchers_variable(workplace, monkeypatch, name, text
     assert code == 2 and line.startswith(f"megatron-rl: {name} = '{text}': must be an integer from ")
 
 
+EVAL = ["eval", "run.toml", "--checkpoint", "model"]
+
+
+@pytest.mark.parametrize("words", [
+    [*EVAL, "--at", "9" * DIGITS], [*EVAL, "--at", "1,²"], [*EVAL, "--at", "0"], [*EVAL, "--samples", "9" * 30],
+    ["rehearse", "run.toml", "--ranks", "9" * DIGITS], ["rehearse", "run.toml", "--ranks", "²"], ["rehearse", "run.toml", "--ranks", "-1"],
+    ["rehearse", "run.toml", "--nodes", "9" * 30], ["plan", "run.toml", "--gpus-per-node", "9" * 30], ["plan", "run.toml", "--gpu", "\x1b[2J"],
+])  # fmt: skip
+def test_malformed_options(workplace, words):
+    write(workplace, VALID)
+    code, (line,) = run(*words)
+    assert code == 2 and len(line) < 600 and line.isprintable()
+
+
+def test_a_rank_that_is_no_number_does_not_hide_the_error(workplace, monkeypatch):
+    monkeypatch.setenv("RANK", "²")
+    assert run("train", write(workplace, "[train]\nsteps = 0"))[1][0].startswith("megatron-rl: model: is required")
+
+
+def test_a_temporary_folder_that_cannot_be_used(workplace, monkeypatch):
+    monkeypatch.setattr(main, "use_private_temporary_folder", lambda: os.mkdir("/proc/megatron-rl"))
+    monkeypatch.setenv("TMPDIR", "/proc")
+    code, (line,) = run("train", write(workplace, MODEL))
+    assert code == 2 and line.startswith("megatron-rl: TMPDIR = '/proc': ")
+
+
 def list_fields(section: type, prefix: str = "") -> list[str]:
     names = []
     for name, info in section.model_fields.items():
@@ -197,7 +223,8 @@ OPTIONS = {
     "graph": {"--svg": PATHS, "--json": PATHS},
     "export": {"--checkpoint": PATHS, "--output": PATHS, "--precision": VALUES, "--align": VALUES, "--tensor-parallel": VALUES},
 }
-TEXTS = st.sampled_from([*CASES.values(), MODEL, "", f'{MODEL}[data]\neval = "examples.arithmetic.task:Arithmetic"']) | st.text(max_size=40)
+VALID = f'{MODEL}[data]\neval = "examples.arithmetic.task:Arithmetic"'
+TEXTS = st.just(VALID) | st.just(MODEL) | st.sampled_from([*CASES.values(), ""]) | st.text(max_size=40)
 
 
 @st.composite
