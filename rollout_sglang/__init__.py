@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,11 +27,11 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty, seed))
 
-    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, announce: Callable[[], None]) -> NoReturn:
+    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
         from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 
         named = ("--served-model-name", config.model.name)
-        EngineServer(EngineLaunchSpec(config, model_path, log_dir, arguments=named, port=port, api_key=api_key)).serve(announce)
+        EngineServer(EngineLaunchSpec(config, model_path, log_dir, arguments=named, port=port, api_key=api_key)).serve(greeting)
 
     def rehearsal_command(self) -> list[str]:
         return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -243,13 +243,13 @@ class EngineServer:
                 time.sleep(_POLL_SECONDS)
         raise self.make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
 
-    def serve(self, announce: Callable[[], None]) -> NoReturn:
-        """Call `announce` when the server is healthy, and stop it when this thread is interrupted. Raise RunError if it ends by itself."""
+    def serve(self, greeting: str) -> NoReturn:
+        """Print `greeting` when the server is healthy, and stop it when this thread is interrupted. Raise RunError if it ends by itself."""
         try:
             self.wait_until_ready()
-            announce()
+            print(greeting, flush=True)
             while not self.processes.wait_for_end(_WATCH_SECONDS):
-                self.processes.remember_children()
+                pass
             raise self.make_error(f"the engine ended ({self.processes.describe_end()})")
         finally:
             self.stop()

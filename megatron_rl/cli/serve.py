@@ -51,15 +51,13 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
     use_private_temporary_folder()
     folder = Path(tempfile.mkdtemp())
 
-    def announce() -> None:
-        shown = f"the value of {KEY_VARIABLE}" if given else key
-        print(
-            f"serving: {config.model.name} at http://{host}:{port}/v1 until Ctrl-C\nAPI key: {shown}\nlog:     {folder / 'engine.log'}",
-            flush=True,
-        )
-
+    lines = (
+        f"serving: {config.model.name} at http://{host}:{port}/v1 until Ctrl-C",
+        f"API key: {f'the value of {KEY_VARIABLE}' if given else key}",
+        f"log:     {folder / 'engine.log'}",
+    )
     try:
-        launcher.serve(config, checkpoint.prepare(config, folder / "model"), folder, port, key, announce)
+        launcher.serve(config, checkpoint.prepare(config, folder / "model"), folder, port, key, "\n".join(lines))
     except RunError as error:
         raise RunError(str(error).partition("; log: ")[0], error.log_tail) from None  # the log is removed with its folder
 

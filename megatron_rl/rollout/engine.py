@@ -207,8 +207,8 @@ class EngineLauncher(Protocol):
         folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync. `seed` (31 bits): of
         the engine's own random numbers, which sample where a request's seed is not used."""
 
-    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, announce: Callable[[], None]) -> NoReturn:
-        """Serve a checkpoint with OpenAI's interface at this port. Call `announce` when it is up. Raise RunError if it ends by itself."""
+    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
+        """Serve a checkpoint with OpenAI's interface at this port. Print `greeting` when it is up. Raise RunError if it ends by itself."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

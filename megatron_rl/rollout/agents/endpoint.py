@@ -53,11 +53,11 @@ class AgentEndpoint:
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/completions", self._complete_text, methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
-            Route("/v1/models", self._list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._show_model, methods=["GET"]),
+            Route("/v1/models", self._show_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._show_models, methods=["GET"]),
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes, exception_handlers={RefusedError: _refuse, HTTPException: _refuse_route}),
+            Starlette(routes=routes, exception_handlers={RefusedError: _refuse, HTTPException: _refuse}),
             http=_limit_connections(_MOST_REQUESTS * agent.workers),
             log_config=None,
             log_level="warning",
@@ -88,15 +88,11 @@ class AgentEndpoint:
     def close(self, key: str) -> None:
         self._clients.pop(key, None)
 
-    async def _list_models(self, request: Request) -> Response:
+    async def _show_models(self, request: Request) -> Response:
         self._find_client(request)
-        return JSONResponse({"object": "list", "data": [_MODEL]})
-
-    async def _show_model(self, request: Request) -> Response:
-        self._find_client(request)
-        if (name := request.path_params["name"]) != MODEL:
+        if (name := request.path_params.get("name", MODEL)) != MODEL:
             raise RefusedError(f"the model {name[:100]!r} does not exist", 404, "model_not_found")
-        return JSONResponse(_MODEL)
+        return JSONResponse(_MODEL if request.path_params else {"object": "list", "data": [_MODEL]})
 
     def _find_client(self, http: Request) -> _Client:
         client = self._clients.get(http.headers.get("authorization", "").removeprefix("Bearer "))
@@ -204,18 +200,13 @@ def _describe_error(error: RefusedError) -> Response:
     return JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}, error.status)
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(http: Request, error: Exception) -> Response:
+    """Answer a refused request, or one with an unknown path or method, as OpenAI does."""
+    if isinstance(error, HTTPException):
+        code = "method_not_supported" if error.status_code == 405 else "unknown_url"
+        error = RefusedError(f"invalid URL ({http.method} {http.url.path[:200]})", error.status_code, code)
     assert isinstance(error, RefusedError)
     return _describe_error(error)
-
-
-async def _refuse_route(http: Request, error: Exception) -> Response:
-    """Answer a request of an unknown path or method as OpenAI does."""
-    assert isinstance(error, HTTPException)
-    code = "method_not_supported" if error.status_code == 405 else "unknown_url"
-    answer = _describe_error(RefusedError(f"invalid URL ({http.method} {http.url.path[:200]})", error.status_code, code))
-    answer.headers.update(error.headers or {})
-    return answer
 
 
 def _describe_completion(turn: Turn, number: int, request: PolicyRequest) -> Response:
