@@ -24,8 +24,9 @@ class ProblemGenerator(Protocol):
     It must generate the same problems in every process. `prompt` of each problem is the bare question.
     """
 
-    fingerprint: tuple[object, ...]
-    """Plain values that determine the problems and their order. A run cannot be resumed if they differ."""
+    @property
+    def fingerprint(self) -> tuple[object, ...]:
+        """Plain values that determine the problems and their order. A run cannot be resumed if they differ. An attribute will do."""
 
     def train_problem(self, position: int, accept: Callable[[Problem], bool]) -> Problem:
         """Return the problem at a position of the endless training stream, from 0: the first candidate for which `accept` returns True.

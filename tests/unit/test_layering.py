@@ -41,10 +41,8 @@ ONLY_IN = {
 }
 MAY_PICKLE = {
     "megatron_rl/rollout/environments/pool.py": "in a worker: the state of an environment, which only workers read",
-    "megatron_rl/workers/pool.py": "in rank 0: writes tasks for its workers",
-    "megatron_rl/workers/process.py": "in a worker: reads tasks that rank 0 wrote, over an inherited socket",
 }
-"""Shipped files that may use pickles. Whoever writes a pickle runs code in the process that reads it, so nothing is read in a trainer rank."""
+"""Shipped files that may use pickles. Whoever writes a pickle runs code in the process that reads it, so no trainer rank reads any."""
 OBJECT_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
     *("_tensor_to_object", "_object_to_tensor", "broadcast_pyobj"),

@@ -179,7 +179,8 @@ EVAL = ["eval", "run.toml", "--checkpoint", "model"]
 @pytest.mark.parametrize("words", [
     [*EVAL, "--at", "9" * DIGITS], [*EVAL, "--at", "1,²"], [*EVAL, "--at", "0"], [*EVAL, "--samples", "9" * 30],
     ["rehearse", "run.toml", "--ranks", "9" * DIGITS], ["rehearse", "run.toml", "--ranks", "²"], ["rehearse", "run.toml", "--ranks", "-1"],
-    ["rehearse", "run.toml", "--nodes", "9" * 30], ["plan", "run.toml", "--gpus-per-node", "9" * 30], ["plan", "run.toml", "--gpu", "\x1b[2J"],
+    ["rehearse", "run.toml", "--nodes", "9" * 30], ["plan", "run.toml", "--gpus-per-node", "9" * 30],
+    ["plan", "run.toml", "--gpu", "\x1b[2J"],
 ])  # fmt: skip
 def test_malformed_options(workplace, words):
     write(workplace, VALID)
