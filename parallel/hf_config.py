@@ -11,7 +11,7 @@ CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
 MOST_LAYERS, MOST_EXPERTS, MOST_EXPERT_LAYERS = 1000, 10_000, 200_000
 """More layers, experts of a layer, and experts of all layers than any model has. Each is an object of this program."""
-MOST_WIDTH, MOST_POSITIONS = 1 << 20, 1 << 31
+MOST_WIDTH, MOST_POSITIONS = 1 << 21, 1 << 31
 """More rows or columns than any weight has, and more positions than any model has. Shards and estimates of larger ones do not end."""
 MOST_NUMBER = 1e15
 _INTEGERS = {0: "a non-negative", 1: "a positive"}

@@ -133,7 +133,7 @@ def test_options_of_commands_have_bounds(arguments, line, workplace):
 
 LARGE = [
     ("qwen3", "num_hidden_layers", 10**9, "must be at most 1000"),
-    ("qwen3", "vocab_size", 10**15, "must be at most 1048576"),
+    ("qwen3", "vocab_size", 10**15, "must be at most 2097152"),
     ("qwen3", "hidden_size", 10**12, "must be at most"),
     ("qwen3", "num_attention_heads", 10**12, "must be at most"),
     ("qwen3", "intermediate_size", 10**12, "must be at most"),
@@ -143,7 +143,7 @@ LARGE = [
     ("qwen3", "max_position_embeddings", 10**15, "must be at most 2147483648"),
     ("qwen3_moe", "num_experts", 10**9, "must be at most 10000"),
     ("qwen3_moe", "moe_intermediate_size", 10**12, "must be at most"),
-    ("qwen3_moe", "mlp_only_layers", [10**15], "must be a list of integers from 0 to 1048576"),
+    ("qwen3_moe", "mlp_only_layers", [10**15], "must be a list of integers from 0 to 2097152"),
     ("deepseek_v3", "n_routed_experts", 10**9, "must be at most 10000"),
     ("deepseek_v3", "n_shared_experts", 10**12, "must be at most"),
     ("deepseek_v3", "num_nextn_predict_layers", 10**9, "must be at most 1000"),
