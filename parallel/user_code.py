@@ -143,12 +143,12 @@ def _raise_interrupt(_: int, __: Any) -> NoReturn:
     raise Interrupt
 
 
-def _exit_unless_contained(code: int) -> NoReturn:
+def _exit_unless_contained(status: int) -> NoReturn:
     """Replacement of os._exit, which no exception handler of a caller notices."""
     call = _calls.get(threading.get_ident())
     if call is not None and call.pid == os.getpid():
-        raise _Exit(f"os._exit({code})")
-    _exit_process(code)
+        raise _Exit(f"os._exit({status})")
+    _exit_process(status)
 
 
 def _end_with_parent() -> None:
