@@ -89,11 +89,11 @@ class Plug:
         if name in self.builtin:
             yield
             return
-        kept: tuple[type[Exception], ...] = (PlugError, *passing)
+        known: tuple[type[Exception], ...] = (PlugError, *passing)
         try:
             with contain(f"{self.field} = {name!r}", limit):
                 yield
-        except kept:
+        except known:
             raise
         except Exception as error:  # the object may raise anything
             raise PlugError(self.field, name, f"fails ({describe_error(error)}{_locate(error)})") from None
