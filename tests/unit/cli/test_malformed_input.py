@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.models import make_checkpoint
 from typer.testing import CliRunner
 
-from megatron_rl.cli import main, rehearse
+from megatron_rl.cli import evaluate, main, rehearse
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
@@ -57,7 +57,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A working directory with a model, where `train`, `graph`, and `rehearse` end where they would start something."""
+    """A working directory with a model, where all commands end where they would start something."""
 
     def stop(*_: object) -> None:
         raise RunError("started")
@@ -71,6 +71,8 @@ def workplace(tmp_path_factory):
         scene.setitem(sys.modules, "megatron_rl.training.session", session)
         scene.setitem(sys.modules, "megatron_rl.cli.graph", graph)
         scene.setattr(rehearse, "install_device", stop)
+        scene.setattr(evaluate, "start_engines", stop)
+        scene.setattr(evaluate, "install_signal_handlers", lambda **_: None)
         scene.setattr(main, "use_private_temporary_folder", lambda: None)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             scene.delenv(name, raising=False)
