@@ -80,7 +80,7 @@ INTEGERS = {name: field for name, field in list_fields() if int in {field.annota
 LIMITS = {name: field for name, field in list_fields() if name.endswith(("timeout", "stuck_after"))}
 
 
-@pytest.mark.parametrize("name", INTEGERS.keys() - SEEDS - OWN_CHECKS)
+@pytest.mark.parametrize("name", sorted(INTEGERS.keys() - SEEDS - OWN_CHECKS))
 def test_every_integer_has_a_bound_and_a_larger_one_is_refused(name, workplace):
     most = find_bound(INTEGERS[name])
     assert most is not None and most <= 1 << 32, f"{name} has no bound"
@@ -96,7 +96,7 @@ def test_every_time_limit_is_one_that_the_system_takes(name):
     assert find_bound(LIMITS[name]) == MAX_SECONDS < 2**31 / 1000, "poll takes milliseconds as 32-bit integers"
 
 
-@pytest.mark.parametrize("name", INTEGERS.keys() - SEEDS - OWN_CHECKS)
+@pytest.mark.parametrize("name", sorted(INTEGERS.keys() - SEEDS - OWN_CHECKS))
 def test_checks_end_for_the_largest_value(name, workplace):
     if name.rpartition(".")[0] in LISTS or name == "lora.rank":  # a multiple of 8
         return
@@ -108,7 +108,7 @@ def test_checks_end_for_the_largest_value(name, workplace):
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400])
-@pytest.mark.parametrize("name", SEEDS | OWN_CHECKS)
+@pytest.mark.parametrize("name", sorted(SEEDS | OWN_CHECKS))
 def test_other_integers_have_64_bits(name, value, workplace):
     code, line = call("plan", "run.toml", f"--{name}={value}")
     assert code == 2 and line.startswith(f"megatron-rl: {name} = "), line
