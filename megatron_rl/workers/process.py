@@ -21,6 +21,7 @@ from megatron_rl.workers import plain
 from megatron_rl.workers.frames import FrameError, pack, receive_frame
 from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, prctl
 from megatron_rl.workers.usage import Usage, note_exhaustion, take_exhaustion
+from parallel import user_code
 from parallel.plug import InputError
 
 READY = -1
@@ -114,13 +115,10 @@ def seed_libraries(*parts: int) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and message of any exception, also of one whose message cannot be written. Note whether it shows that this process ran
-    out of something, after which a worker is replaced."""
+    """Return type and message of any exception in one line. Note whether it shows that this process ran out of something, after which a
+    worker is replaced."""
     note_exhaustion(error)
-    try:
-        return f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
-    except Exception:
-        return f"{type(error).__name__}: its message cannot be written"
+    return user_code.describe_error(error)
 
 
 def ignore_signals_for_parent() -> None:

@@ -156,7 +156,7 @@ class AgentEpisode:
     def find_turn(self, response: str) -> Turn:
         """Return the turn of a response's id, `resp_N`. Raise RefusedError if it does not exist."""
         name = response.removeprefix("resp_")
-        number = int(name) if name.isdecimal() else -1
+        number = int(name) if name.isdecimal() and len(name) < 10 else -1
         with self._lock:
             if not 0 <= number < len(self._turns) or self._turns[number].messages[0].role == TEXT:
                 raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
