@@ -21,13 +21,11 @@ ENDLESS = {"ignore_eos": True}
 USER = {"role": "user", "content": "12+3="}
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8"])
-def export(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export") / f"tiny-{request.param}"
-    folder.mkdir()
-    make_bf16_checkpoint(folder) if request.param == "bf16" else write_model(folder, "qwen3", FP8)
-    shutil.copy(CHAT_TEMPLATE, folder)
-    return folder
+def make_export(folder, precision):
+    (model := folder / f"tiny-{precision}").mkdir()
+    make_bf16_checkpoint(model) if precision == "bf16" else write_model(model, "qwen3", FP8)
+    shutil.copy(CHAT_TEMPLATE, model)
+    return model
 
 
 @pytest.fixture
@@ -42,8 +40,10 @@ def read_lines(folder) -> dict[str, str]:
     return dict(line.split(":", 1) for line in (folder / "stdout").read_text().splitlines())
 
 
-def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c(export, tmp_path, short_folder, monkeypatch):
-    given = "a-key_of.my~own+/=" if export.name == "tiny-fp8" else ""
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c(precision, tmp_path, short_folder, monkeypatch):
+    export = make_export(tmp_path, precision)
+    given = "a-key_of.my~own+/=" if precision == "fp8" else ""
     monkeypatch.setenv(KEY_VARIABLE, given)
     monkeypatch.setenv("TMPDIR", short_folder)
     port, tp = free_port(), 2 if given else 1
@@ -83,9 +83,8 @@ def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c(export, tmp_
     until(lambda: not os.listdir(short_folder), 60, "no temporary file is left")
 
 
-def test_a_server_that_ends_by_itself_is_an_error_with_its_last_lines(export, tmp_path, monkeypatch):
-    if export.name == "tiny-fp8":
-        pytest.skip("as with BF16")
+def test_a_server_that_ends_by_itself_is_an_error_with_its_last_lines(tmp_path):
+    export = make_export(tmp_path, "bf16")
     with Command(tmp_path, "megatron_rl", "serve", export, "--port", free_port(), *SMALL) as command:
         until(lambda: command.ended() or "log" in read_lines(tmp_path), LONG, "serving")
         (server,) = [process for process in psutil.Process(command.pid).children() if "rollout_sglang.server" in process.cmdline()]
