@@ -76,12 +76,12 @@ def find_secret(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         return next(filter(None, (find_secret(str(key), item) for key, item in value.items())), "")
     if isinstance(value, list | tuple):
-        pairs = zip(value, [*value[1:], ""], strict=True)
+        pairs = zip(value, [*value[1:], ""], strict=False)  # no pair in an empty list
         follows = any(isinstance(word, str) and "=" not in word and _OPTION.fullmatch(word) and after for word, after in pairs)
         return _ARGUMENT if follows else next(filter(None, (find_secret(name, item) for item in value)), "")
     if not isinstance(value, str) or not value:
         return ""
-    if "://" in value and (redact_forms(value) != value or _has_user(value)):
+    if ("://" in value and (redact_forms(value) != value or _has_user(value))) or (name == "url" and "@" in value):
         return "contains a user name or a token in a URL"
     if "=" in value and _OPTION.fullmatch(value):
         return _ARGUMENT

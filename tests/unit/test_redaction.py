@@ -11,7 +11,7 @@ from megatron_rl import redaction
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.redaction import redact, redact_data
+from megatron_rl.redaction import find_secret, redact, redact_data
 
 AGENT_KEY = "mrl-" + "0f" * 16
 
@@ -107,7 +107,7 @@ REFUSED = {
     "agent.command = '***': contains a secret as an argument": '--agent.command=["solve", "--api-key", "sesame"]',
     "agent.command = ": '--agent.command=["solve", "--token=sesame"]',
     "reward.functions.0.token_env = '***': must be the name of an environment variable": SCORE % "sesame",
-    "reward.functions.0: url *** must be a URL": '--reward.functions=[{name = "http", url = "me:sesame@host/score"}]',
+    "reward.functions.0.url = '***': contains a user name": '--reward.functions=[{name = "http", url = "me:sesame@host/score"}]',
 }
 
 
@@ -138,3 +138,11 @@ def test_the_variable_that_a_configuration_names_is_masked(tmp_path, monkeypatch
     assert redact("open") == "open"
     load_config(tmp_path / "run.toml", [SCORE % "SCORER"])
     assert redact("open") == "***"
+
+
+@pytest.mark.parametrize("value, found", [
+    ([], False), ({}, False), ([""], False), (["--api-key"], False), (["--api-key", "x"], True), (["--api-key", ""], False),
+    (["run", "--api-key=x"], True), ([[], {"a": []}], False), ([{"url": "https://me:pass@host"}], True), (None, False), (5, False),
+])  # fmt: skip
+def test_secrets_in_values_of_any_shape_are_found(value, found):
+    assert bool(find_secret("arguments", value)) is found

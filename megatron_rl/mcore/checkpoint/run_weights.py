@@ -30,7 +30,7 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.errors import UserError
-from megatron_rl.mcore.checkpoint.folder import read_state_file
+from megatron_rl.mcore.checkpoint.folder import DamagedStateError, read_state_file
 from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -51,6 +51,8 @@ def read_state(folder: Path, of_adapters: bool = False) -> tuple[dict[str, Any],
         if "lora" in state:
             LoraConfig.model_validate_json(json.dumps(state["lora"]))
             state["base"]
+    except DamagedStateError as error:
+        raise UserError("--checkpoint", str(path), str(error), "the checkpoint is damaged") from None
     except (KeyError, *READ_ERRORS) as error:  # pydantic's error is a ValueError
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
     if "lora" in state and not of_adapters:
