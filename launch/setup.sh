@@ -13,7 +13,7 @@ program=setup
 
 # The folder is included because a virtual environment does not work after it is moved or copied.
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements.txt launch/requirements-peft.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements-megatron.txt launch/requirements.txt launch/requirements-peft.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 # Succeed if the existing virtual environment can be completed. Otherwise it is made from scratch.
@@ -42,6 +42,7 @@ rm -f "$stamp"
 pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # one retry: a closed network may have no PyTorch index but a cached wheel
 compile_packages 1 torch & # while pip uses the other core
 pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
+pip -qq install --no-compile --no-deps --ignore-requires-python -r "$root/launch/requirements-megatron.txt"
 pip -qq install --no-compile --no-deps --upgrade --target "$venv/peft" -r "$root/launch/requirements-peft.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
 compile_packages 0 transformers sglang/srt sglang/kernels megatron sympy networkx numpy pydantic huggingface_hub openai

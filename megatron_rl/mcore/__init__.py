@@ -1,12 +1,28 @@
 """The Megatron-Core side: CPU platform, layers, model, optimizer and checkpoints."""
 
+import importlib.util
+import logging
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Megatron warns several times on import that Transformer Engine and apex are missing. `megatron-rl doctor` reports this once, with the fix.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
+_NOTICES = {  # what docs/decisions.md keeps although Megatron deprecates it
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
+for _logger, _notice in _NOTICES.items():
+    logging.getLogger(_logger).addFilter(lambda record, notice=_notice: notice not in record.getMessage())
+
+if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
+    # Megatron imports the kernels of a feature for GPUs (`moe_paged_stash`) at its start.
+    _kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    _kernels.GLOBAL_BLOCK_SIZE = _kernels.paged_stash_copy_kernel = _kernels.paged_stash_pop_kernel = None
+    sys.modules[_kernels.__name__] = _kernels
 
 
 @contextmanager

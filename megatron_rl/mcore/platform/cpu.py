@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.kernels.batch_invariant import InvariantMatmuls
 from megatron_rl.precision.threads import single_threaded
 
-KNOWN_VERSIONS = ("0.16.1",)
+KNOWN_VERSIONS = ("0.19.2",)
 _CPU = torch.device("cpu")
 _installed = False
 

@@ -40,7 +40,7 @@ def finish(clone: Path, written_in: Path) -> None:
     """Make `clone` look installed, with the stamp of an installation in `written_in`."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    pins = [f"launch/requirements{kind}.txt" for kind in ("-torch", "-common", "", "-peft")]
+    pins = [f"launch/requirements{kind}.txt" for kind in ("-torch", "-common", "-megatron", "", "-peft")]
     files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")

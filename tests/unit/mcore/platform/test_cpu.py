@@ -10,7 +10,7 @@ from megatron_rl.mcore.platform import cpu
 
 FUNCTIONS = {  # arguments after input and weight: bias, ...
     layers.LinearWithFrozenWeight: (None, False, None),
-    layers.LinearWithGradAccumulationAndAsyncCommunication: (None, False, False, False, None, None, None),
+    layers.LinearWithGradAccumulationAndAsyncCommunication: (None, False, False, False, None, None, None, 1),
 }
 
 
