@@ -102,16 +102,14 @@ class LookaheadModel(GPTModel):
             return
         config = copy.copy(self.config)
         config.mtp_num_layers = config.trained_mtp_layers
-        self.mtp = MultiTokenPredictionBlock(config, _build_spec(config), self.vp_stage)
+        self.mtp = MultiTokenPredictionBlock(config, _build_spec(config), self.vp_stage, self.pg_collection)
         for parameter in self.mtp.parameters():
             parameter.shared = True  # excludes the parameter from Megatron's gradient norm
         for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
             core.quantizes_kv, core.kv_scales = False, None  # no engine caches MTP layers
         if not self.pre_process:
-            embedding = LanguageModelEmbedding(
-                self.config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp
-            )
-            self._embedding_copy.append(embedding.requires_grad_(False))
+            last = LanguageModelEmbedding(config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp)
+            self._embedding_copy.append(last.requires_grad_(False))
 
     def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         result = super()._postprocess(hidden_states, **options)
