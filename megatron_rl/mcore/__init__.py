@@ -11,9 +11,10 @@ from typing import Any
 
 # Megatron warns several times on import that Transformer Engine and apex are missing. `megatron-rl doctor` reports this once, with the fix.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
-_NOTICES = {  # what docs/decisions.md keeps although Megatron deprecates it
+_NOTICES = {  # docs/decisions.md says why these three stay
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
 for _logger, _notice in _NOTICES.items():
     logging.getLogger(_logger).addFilter(lambda record, notice=_notice: notice not in record.getMessage())
