@@ -136,8 +136,8 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
 
 
 def _tag_experts(model: GPTModel) -> None:
-    """Tag the weights of all experts for the all-reduce over ranks with the same expert. Megatron leaves out experts that are sharded as
-    the rest (ep = 1, etp = tp)."""
+    """Tag the weights of all experts as such, so that they have buffers and an optimizer of their own. Megatron leaves out experts that
+    are sharded as the rest (ep = 1, etp = tp)."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
             module.weight.allreduce = False

@@ -1,7 +1,7 @@
 """Asynchronous checkpoint save: a thread writes the files while training continues.
 
-Megatron plans and finalizes a save collectively; in between, every rank writes its own files. Megatron would write them in forked
-processes with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
+Megatron plans and finalizes a save collectively; in between, every rank writes its own files. Megatron would write them in a process of its
+own, with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
 """
 
 import queue
