@@ -16,8 +16,14 @@ _NOTICES = {  # docs/decisions.md says why these three stay
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
 }
-for _logger, _notice in _NOTICES.items():
-    logging.getLogger(_logger).addFilter(lambda record, notice=_notice: notice not in record.getMessage())
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return _NOTICES[record.name] not in record.getMessage()
+
+
+for _name in _NOTICES:
+    logging.getLogger(_name).addFilter(_is_news)
 
 if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
     # Megatron imports the kernels of a feature for GPUs (`moe_paged_stash`) at its start.
