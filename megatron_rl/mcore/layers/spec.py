@@ -78,7 +78,7 @@ class _SpecProvider(LocalSpecProvider):
         return SwiGLU if swiglu.is_fused() else None
 
     def grouped_mlp_modules(self, *_: bool) -> Any:
-        parts = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+        parts = MLPSubmodules(self.column_parallel_linear(), self.row_parallel_linear(), self.activation_func())
         return partial(OutputWeightedExperts, submodules=parts)
 
 
