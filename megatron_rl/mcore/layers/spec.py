@@ -40,7 +40,7 @@ from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 
 
 class SwiGLU(MegatronModule):
-    """SwiGLU module for `use_te_activation_func`. A module, since Megatron asks every part of an MLP for its sharded state."""
+    """SwiGLU for `use_te_activation_func`."""
 
     def forward(self, x: torch.Tensor | GateUp) -> torch.Tensor | GateUp:
         return x if isinstance(x, GateUp) else swiglu.swiglu(x)
