@@ -14,7 +14,7 @@ pins="$root/launch/requirements-gpu.txt"
 . "$root/launch/common.sh"
 
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/requirements-nodeps.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 check_machine() {
@@ -36,6 +36,7 @@ echo "megatron-rl install_gpu: installing into $venv (this happens once)"
 was_made_here || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip -q install --no-deps -r "$pins"
+pip -q install --no-deps --ignore-requires-python "$(grep ^megatron-core== "$root/launch/requirements-nodeps.txt")"
 # Build against the torch installed above and its headers; otherwise its setup looks for a prebuilt wheel on GitHub.
 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
   pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(sed -n "s/^transformer-engine==//p" "$pins")"

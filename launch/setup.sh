@@ -41,7 +41,8 @@ is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip -qq --retries 1 install --no-compile --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$root/launch/requirements.txt")" # one retry: a closed network may have no PyTorch index but a cached wheel
 compile_packages 1 torch & # while pip uses the other core
-pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt" -r "$root/launch/requirements-nodeps.txt"
+pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
+pip -qq install --no-compile --no-deps --ignore-requires-python -r "$root/launch/requirements-nodeps.txt"
 pip -qq install --no-compile --no-deps --upgrade --target "$venv/peft" -r "$root/launch/requirements-peft.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
 compile_packages 0 transformers sglang/srt sglang/kernels megatron sympy networkx numpy pydantic huggingface_hub openai

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_rl.errors import UserError
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-WITHOUT_DEPENDENCIES = ("sglang==0.5.23", "xgrammar==0.2.7")
-"""Packages of the CPU tier that are installed without their requirements, which name CUDA packages."""
+WITHOUT_DEPENDENCIES = ("megatron-core==0.19.2", "sglang==0.5.23", "xgrammar==0.2.7")
+"""Packages of the CPU tier that are installed as launch/requirements-nodeps.txt says."""
 _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "math-verify")
 
 
@@ -37,7 +37,8 @@ def find_install_command() -> str:
     """Return the shell command that installs the CPU tier: a script of a checkout, or pip's commands for an installed wheel."""
     if (Path(__file__).parents[1] / "launch" / "setup.sh").exists():
         return "bash launch/setup.sh"
-    return f"pip install --extra-index-url {TORCH_INDEX} 'megatron-rl[cpu]' && pip install --no-deps {' '.join(WITHOUT_DEPENDENCIES)}"
+    without_dependencies = f"pip install --no-deps --ignore-requires-python {' '.join(WITHOUT_DEPENDENCIES)}"
+    return f"pip install --extra-index-url {TORCH_INDEX} 'megatron-rl[cpu]' && {without_dependencies}"
 
 
 def put_programs_on_path() -> None:

@@ -21,7 +21,7 @@ def list_mtp_layer(model: ModelGeometry, number: int) -> tuple[Weight, ...]:
     ]
     for weight in pre_norm_layer(model, layer):
         if not weight.megatron.endswith(".kv_scales"):
-            name = weight.megatron.replace(f"decoder.layers.{layer}.", megatron + "transformer_layer.", 1)
+            name = weight.megatron.replace(f"decoder.layers.{layer}.", megatron + "mtp_model_layer.", 1)
             weights.append(weight._replace(megatron=name))
     weights.append(make_vector(hf + "shared_head.norm.weight", model.hidden, megatron + "final_layernorm.weight"))
     return tuple(weight._replace(sglang="") for weight in weights)

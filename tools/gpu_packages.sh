@@ -20,7 +20,7 @@ for option in "$@"; do
 done
 keep=$venv
 venv=${venv:-$root/.venv-gpu-packages}
-print_dependencies() { (cd "$root" && sha256sum launch/requirements-gpu.txt && pwd -P && "$python" --version); }
+print_dependencies() { (cd "$root" && sha256sum launch/requirements-gpu.txt launch/requirements-nodeps.txt && pwd -P && "$python" --version); }
 . "$root/launch/common.sh"
 
 for tool in gcc nm readelf; do command -v "$tool" >/dev/null || fail "no $tool (Ubuntu: apt install gcc binutils)"; done
@@ -36,6 +36,7 @@ if ! is_installed; then
   export PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1
   renice -n 19 $$ >/dev/null
   pip -q install --no-deps -r "$pins"
+  pip -q install --no-deps --ignore-requires-python "$(grep ^megatron-core== "$root/launch/requirements-nodeps.txt")"
   pip -q install --no-deps --no-build-isolation -e "$root"
   print_dependencies >"$stamp"
 fi

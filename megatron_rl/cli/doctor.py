@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.versions import find_install_command, find_version
 
-TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
+TESTED = {"torch": "2.13.0", "megatron-core": "0.19.2", "sglang": "0.5.23"}
 """Versions that the project's tests use. The project depends on private names of megatron-core and sglang, so others may fail."""
 GPU_PINNED = {"torch": "2.14.1"}
 """Pins of the GPU tier (launch/requirements-gpu.txt) that differ from `TESTED`: SGLang's CUDA kernels are built for this torch."""

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, model_parallel_cuda_manual_seed
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
 from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
@@ -125,7 +124,7 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
         model.output_layer = ValueHead(config, model.output_layer.tp_group)
     elif model.post_process:
         model.output_layer.__class__ = OutputLayer
-    _tag_shards(model)
+    _tag_experts(model)
     connect_norms(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers
@@ -135,12 +134,9 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
     return model
 
 
-def _tag_shards(model: GPTModel) -> None:
-    """Tag the weights that tensor-parallel ranks shard, as Megatron's initialization would. The gradient norm counts untagged weights on
-    the first rank only. Experts' weights are always tagged for the all-reduce over ranks with the same expert: Megatron's tag misses
-    replicas of experts that are sharded less than the rest (ep = 1, etp < tp)."""
+def _tag_experts(model: GPTModel) -> None:
+    """Tag the weights of all experts as such, so that they have buffers and an optimizer of their own. Megatron leaves out experts that
+    are sharded as the rest (ep = 1, etp = tp)."""
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
-            if getattr(module, "is_expert", False):
-                module.weight.allreduce = False
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
+            module.weight.allreduce = False

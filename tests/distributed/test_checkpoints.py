@@ -1,17 +1,24 @@
 """A checkpoint that several ranks wrote is the same model in one process, and an incomplete checkpoint is refused."""
 
 import errno
+import json
 import os
+import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from support import trainer
-from support.models import FP8, random_sequences, read_weights
-from support.trainer import start
+from support.fp8_checkpoints import add_mtp_layer
+from support.models import FP8, make_model, random_sequences, read_weights
+from support.trainer import Trainer, start
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from megatron_rl.mcore.weights import export as exports
 from megatron_rl.mcore.weights.export import convert
@@ -99,3 +106,34 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
             (tmp_path / "state.json").write_text(text)
         with pytest.raises(UserError, match="holds no state.json" if text is None else "cannot be read|is not valid JSON"):
             read_state(tmp_path)
+
+
+OLD_RUN = Path(__file__).with_name("run_of_megatron_0.16.tar.xz")
+"""A run's checkpoint that Megatron-Core 0.16.1 wrote, with its optimizer: a dense and a sparse layer, and a trained MTP layer, in FP8."""
+
+
+def read_stored(folder):
+    """Return all tensors that a run's checkpoint stores, by their names on disk."""
+    reader = torch_checkpoint.FileSystemReader(folder / "mcore")
+    stored = {name: each for name, each in reader.read_metadata().state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in stored.items()}
+    torch_checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def load_and_save(source, run, to, layout):
+    trainer = Trainer(source, FP8, {"mtp_loss_scaling_factor": 0.3}, layout=layout)
+    load_run_checkpoint(run, trainer.model, trainer.actor.optimizer, json.loads((run / "state.json").read_bytes()), same_layout=False)
+    trainer.save(to, with_optimizer=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(dp=2, ep=2)], ids=["one", "pp2", "dp2 ep2"])
+def test_a_run_of_megatron_0_16_loads_and_has_the_same_weights_masters_and_moments(worlds, tmp_path, layout):
+    shutil.unpack_archive(OLD_RUN, tmp_path)
+    old, new = tmp_path / "step_00001", tmp_path / "step_00002"
+    source = make_model(tmp_path / "source", read_config(old / "hf") | {"num_nextn_predict_layers": 0}, seed=1)
+    add_mtp_layer(source)
+    worlds(layout.world_size).call(load_and_save, source, old, new, layout)
+    before, after = read_stored(old), read_stored(new)
+    assert before.keys() == after.keys() and len(before) > 100
+    assert [name for name in before if not torch.equal(as_bytes(before[name]), as_bytes(after[name]))] == []

@@ -117,8 +117,12 @@ def refused_scales(plain, *args):
 
 @fault(MLP, "sharded_state_dict")
 def module_without_a_share(plain, mlp, *args, **options):
-    """A module of the MLP has no `sharded_state_dict`, which Megatron calls for a checkpoint."""
-    mlp.activation_func = torch.nn.Identity()
+    """A module of the MLP refuses the arguments with which Megatron calls its `sharded_state_dict` for a checkpoint."""
+
+    def sharded_state_dict():
+        return {}
+
+    mlp.activation_func.sharded_state_dict = sharded_state_dict
     return plain(mlp, *args, **options)
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import psutil
 
+import megatron_rl.mcore  # noqa: F401 # before a test imports Megatron
 from megatron_rl.errors import MegatronRLError
 
 ROOT = Path(__file__).parents[2]

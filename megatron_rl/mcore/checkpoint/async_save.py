@@ -1,7 +1,7 @@
 """Asynchronous checkpoint save: a thread writes the files while training continues.
 
-Megatron plans and finalizes a save collectively; in between, every rank writes its own files. Megatron would write them in forked
-processes with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
+Megatron plans and finalizes a save collectively; in between, every rank writes its own files. Megatron would write them in a process of its
+own, with a helper process that outlives a killed trainer. Here a thread calls Megatron's writing function on host copies instead.
 """
 
 import queue
@@ -49,7 +49,7 @@ class AsyncSave:
         results: queue.Queue[Any] = queue.Queue()
         filesystem_async._results_queue = results  # otherwise Megatron starts a helper process to create a queue
         try:
-            self._request = dist_checkpointing.save(sharded, str(parent / "mcore"), async_sharded_save=True)
+            self._request = dist_checkpointing.save(sharded, str(parent / "mcore"), async_sharded_save=True, async_strategy="mcore")
         finally:
             filesystem_async._results_queue = None
         write: Any = self._request.async_fn  # None if this rank has nothing to write
@@ -66,11 +66,7 @@ class AsyncSave:
         try:
             written: dict[int, Any] = {}
             for number, bucket in enumerate(buckets):
-                result: queue.Queue[Any] = queue.Queue()
-                pending: queue.Queue[int] = queue.Queue()
-                pending.put(number)
-                FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, result, pending, use_fsync=True)
-                _, written[number] = result.get_nowait()
+                _, written[number] = FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, None, None, use_fsync=True)
                 if isinstance(written[number], BaseException):
                     raise written[number]
             if buckets:

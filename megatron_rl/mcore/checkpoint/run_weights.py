@@ -113,7 +113,8 @@ class RunWeights:
 
 def find_stored(name: str, stored: Container[str]) -> tuple[str, tuple[int, ...]]:
     """Return (the name of the stored tensor that holds a parameter, its index there). Megatron stacks the experts of a layer, and also the
-    layers if all are alike."""
+    layers if all are alike. It stores the layer of an MTP layer under an older name."""
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.", 1)
     layer, expert = re.search(r"\.layers\.(\d+)\.", name), re.search(r"\.local_experts\.(\d+)\.", name)
     key, experts = re.sub(r"\.local_experts\.\d+\.", ".experts.", name), (int(expert[1]),) if expert else ()
     if layer is None or key in stored:

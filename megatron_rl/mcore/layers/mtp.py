@@ -12,14 +12,14 @@ communication between context-parallel ranks, and logits only for response token
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec
@@ -83,14 +83,10 @@ class LookaheadLayer(MultiTokenPredictionLayer):
 
     def _get_embeddings(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, embedding: Any, hidden_states: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Any, ...]:
         with torch.no_grad():
             embedded = embedding(input_ids=input_ids[:1], position_ids=position_ids)
-        return input_ids[1:], position_ids, embedded, hidden_states
-
-    def _checkpointed_forward(self, forward_func: Any, hidden_states: Any, decoder_input: Any, **options: Any) -> torch.Tensor:
-        """Replace Megatron's version, which saves all options as tensors; packed-sequence parameters are not tensors."""
-        return tensor_parallel.checkpoint(partial(forward_func, **options), False, hidden_states, decoder_input)
+        return input_ids[1:], position_ids, None, embedded, hidden_states
 
 
 class LookaheadModel(GPTModel):
@@ -104,14 +100,16 @@ class LookaheadModel(GPTModel):
         self._embedding_copy: list[LanguageModelEmbedding] = []  # in a list, so that it is not a submodule that is saved or stepped
         if not self.post_process:
             return
-        self.mtp = MultiTokenPredictionBlock(self.config, _build_spec(self.config), self.vp_stage)
+        config = copy.copy(self.config)
+        config.mtp_num_layers = config.trained_mtp_layers
+        self.mtp = MultiTokenPredictionBlock(config, _build_spec(config), self.vp_stage, self.pg_collection)
         for parameter in self.mtp.parameters():
             parameter.shared = True  # excludes the parameter from Megatron's gradient norm
         for core in (module for module in self.mtp.modules() if isinstance(module, CoreAttention)):
             core.quantizes_kv, core.kv_scales = False, None  # no engine caches MTP layers
         if not self.pre_process:
-            copy = LanguageModelEmbedding(self.config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp)
-            self._embedding_copy.append(copy.requires_grad_(False))
+            last = LanguageModelEmbedding(config, self.vocab_size, self.max_sequence_length, "rope", tp_group=self.pg_collection.tp)
+            self._embedding_copy.append(last.requires_grad_(False))
 
     def _postprocess(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         result = super()._postprocess(hidden_states, **options)
@@ -151,7 +149,7 @@ def _build_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
         enorm=RMSNorm,
         hnorm=RMSNorm,
         eh_proj=PlainColumnParallelLinear,
-        transformer_layer=build_layer_spec(config, config.num_moe_experts),
+        mtp_model_layer=build_layer_spec(config, config.num_moe_experts),
         layer_norm=RMSNorm,
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(LookaheadLayer, submodules=parts)] * config.trained_mtp_layers)

@@ -3,7 +3,7 @@
 Megatron's local norm refuses sequence parallelism, its local attention refuses packed input, and its specs hard-code linear layers.
 """
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
@@ -41,7 +40,7 @@ from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 
 
 class SwiGLU(MegatronModule):
-    """SwiGLU module for `use_te_activation_func`. A module, since Megatron asks every part of an MLP for its sharded state."""
+    """SwiGLU for `use_te_activation_func`."""
 
     def forward(self, x: torch.Tensor | GateUp) -> torch.Tensor | GateUp:
         return x if isinstance(x, GateUp) else swiglu.swiglu(x)
@@ -49,9 +48,6 @@ class SwiGLU(MegatronModule):
 
 class FusedMLP(MLP):
     """Megatron's MLP for a GPU: if its layers are quantized, the quantization kernels compute SwiGLU and its gradient."""
-
-    def __init__(self, config: TransformerConfig, submodules: MLPSubmodules) -> None:
-        super().__init__(config, submodules, tp_group=get_default_pg_collection().tp)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.linear_fc1.defers_swiglu = can_fuse_swiglu(self.linear_fc1, self.linear_fc2)
@@ -81,8 +77,9 @@ class _SpecProvider(LocalSpecProvider):
     def activation_func(self) -> Any:
         return SwiGLU if swiglu.is_fused() else None
 
-    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
-        return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+    def grouped_mlp_modules(self, *_: bool) -> Any:
+        parts = MLPSubmodules(self.column_parallel_linear(), self.row_parallel_linear(), self.activation_func())
+        return partial(OutputWeightedExperts, submodules=parts)
 
 
 def build_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -110,12 +107,11 @@ def build_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSp
 
 
 def _mlp(backend: _SpecProvider, experts: int | None) -> Any:
-    """Return a namespace instead of a ModuleSpec: Megatron would warn about the unknown class."""
-    spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
+    builder: Any = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
-        return SimpleNamespace(module=FusedMLP, submodules=spec.submodules) if swiglu.is_fused() else spec
-    spec.submodules.router = Router
-    return SimpleNamespace(module=MixtureOfExperts, submodules=spec.submodules)
+        return partial(FusedMLP.as_mlp_submodule, **builder.keywords) if swiglu.is_fused() else builder
+    builder.keywords["submodules"].router = Router
+    return partial(MixtureOfExperts, **builder.keywords)
 
 
 def _attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:

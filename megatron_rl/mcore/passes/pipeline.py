@@ -51,6 +51,6 @@ def make_stage_options(config: TransformerConfig, lengths: Sequence[int]) -> dic
     """Return the options of a pipeline schedule over rows of the given lengths; {} without pipeline parallelism."""
     if config.pipeline_model_parallel_size == 1:
         return {}
-    groups = ["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"]  # otherwise the schedules create them
+    groups = ["tp", "pp", "embd", "pos_embd", "cp", "dp_cp", "tp_dp_cp"]  # otherwise the schedules create them
     collection = ProcessGroupCollection.use_mpu_process_groups(groups)
     return {"p2p_communicator": StageCommunicator(config, lengths), "pg_collection": collection}

@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import logging
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -23,40 +22,15 @@ from megatron_rl.errors import UserError
 from megatron_rl.kernels.batch_invariant import InvariantMatmuls
 from megatron_rl.precision.threads import single_threaded
 
-KNOWN_VERSIONS = ("0.16.1",)
+KNOWN_VERSIONS = ("0.19.2",)
 _CPU = torch.device("cpu")
 _installed = False
 
 
-class _CpuStreamOrEvent:
-    """Replacement of torch.cuda.Stream and Event. A CPU executes in order, so waiting does nothing."""
-
-    _time = 0.0
+class _CpuStream:
+    """Replacement of torch.cuda.Stream. A CPU executes in order, so nobody waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __eq__(self, other: object) -> bool:  # the MoE dispatcher compares current_stream() with its side stream
-        return isinstance(other, _CpuStreamOrEvent)
-
-    __hash__ = object.__hash__
-
-    def record(self, *_: Any) -> None:
-        self._time = time.perf_counter()
-
-    def elapsed_time(self, end: _CpuStreamOrEvent) -> float:
-        return (end._time - self._time) * 1e3
-
-    def record_event(self, event: _CpuStreamOrEvent | None = None) -> _CpuStreamOrEvent:
-        event = event or _CpuStreamOrEvent()
-        event.record()
-        return event
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, *_: Any, **__: Any) -> None: ...
-
-    wait_stream = wait_event = synchronize = wait
 
 
 def run_forward_single_threaded(model: torch.nn.Module) -> None:
@@ -76,15 +50,13 @@ def check_version() -> None:
     """Raise UserError unless the installed megatron-core is one of `KNOWN_VERSIONS`."""
     version = importlib.metadata.version("megatron-core")
     if version not in KNOWN_VERSIONS:
-        raise UserError(
-            "megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
-        )
+        fix = f"pip install --no-deps --ignore-requires-python megatron-core=={KNOWN_VERSIONS[-1]}"
+        raise UserError("megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", fix)
 
 
 def install() -> None:
-    """Apply the patches once per process. With CUDA, only the patch for missing Transformer Engine is applied."""
+    """Apply the patches once per process. With CUDA, there are none."""
     global _installed
-    _define_missing_names()
     if _installed or torch.cuda.is_available():
         return
     check_version()
@@ -98,23 +70,11 @@ def install() -> None:
     _patch_linear_products()
 
 
-def _define_missing_names() -> None:
-    """Define `te_general_gemm`, which moe_utils.RouterGatingLinearFunction reads but imports only with Transformer Engine. Without it, the
-    forward pass of every router raises NameError, on GPUs too."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        check_version()
-        moe_utils.te_general_gemm = None
-
-
 def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
-    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None  # p2p_communication, dist_checkpointing
-    cuda.Stream = cuda.Event = _CpuStreamOrEvent  # side stream of the MoE dispatcher, overlapped DDP
-    cuda.current_stream = cuda.default_stream = lambda *_: _CpuStreamOrEvent()
-    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.Stream = _CpuStream  # side stream of the MoE dispatcher
+    cuda.current_stream = lambda *_: _CpuStream()  # DDP
     # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -134,7 +94,7 @@ def _patch_device_literals() -> None:
     def on_cpu(factory: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         return factory(*args, device=_CPU if str(device).startswith("cuda") else device, **kwargs)
 
-    for name in ("tensor", "zeros", "ones"):
+    for name in ("tensor", "zeros"):
         setattr(torch, name, functools.update_wrapper(partial(on_cpu, getattr(torch, name)), getattr(torch, name)))
 
 
@@ -154,13 +114,10 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_layers() -> None:
-    import megatron.core.transformer.multi_latent_attention as latent
     from megatron.core.transformer.moe.router import TopKRouter
 
     # torch.compile of one sum of integers runs a C++ compiler for 7 s in every process
     TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
-    if not isinstance(latent.TELinear, type):  # Megatron calls isinstance(..., TELinear) without Transformer Engine too
-        latent.TELinear = type("TELinear", (torch.nn.Module,), {})
 
 
 def _patch_uneven_collectives() -> None:

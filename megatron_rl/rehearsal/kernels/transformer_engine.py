@@ -94,8 +94,8 @@ def _scale_shape(mn: int, k: int, square: bool) -> tuple[int, int]:
 
 
 def general_gemm(
-    A: _Storage,
-    B: _Storage,
+    A: Any,
+    B: Any,
     out_dtype: torch.dtype | None = None,
     *,
     layout: str = "TN",
@@ -105,8 +105,11 @@ def general_gemm(
     grad: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None, None]:
-    """B [tokens, in] @ A [out, in]^T for layout `TN`; `NN` and `NT` use the column-wise data of one or both operands."""
+    """B [tokens, in] @ A [out, in]^T for layout `TN`; `NN` and `NT` use the column-wise data of one or both operands. Routers multiply
+    plain tensors."""
     require(layout in ("TN", "NN", "NT"), _GEMM, f"layout {layout}")
+    if isinstance(A, torch.Tensor):
+        return _multiply_plain(B.t() if layout[1] == "T" else B, A.t() if layout[0] == "T" else A, out_dtype or A.dtype), None, None, None
     require(use_split_accumulator, _GEMM, "block-scaled products need the split accumulator")
     require(not (A.get_metadata()["is_2D_scaled"] and B.get_metadata()["is_2D_scaled"]), _GEMM, "both operands have square blocks")
     a, a_scale = A.view("rowwise" if layout[0] == "T" else "columnwise")
@@ -124,6 +127,15 @@ def general_gemm(
     require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are not multiples of 16 bytes")
     count("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
     return out, None, None, None
+
+
+def _multiply_plain(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    (m, k), (k_of_right, n) = left.shape, right.shape
+    fits = k == k_of_right and left.dtype == right.dtype and left.device.type == right.device.type == "cuda"
+    require(fits, _GEMM, f"[{m}, {k}] {left.dtype} times [{k_of_right}, {n}] {right.dtype}")
+    out = torch.empty(m, n, dtype=dtype, device=left.device)
+    count("bf16" if left.itemsize == 2 else "fp32", 2 * m * n * k, left, right, out)
+    return out
 
 
 def _check_operand(data: torch.Tensor, scale: torch.Tensor, square: bool) -> None:
@@ -205,7 +217,7 @@ def _no_offload(enabled: bool, *_: Any, **__: Any) -> Any:
 
 _PYTORCH = "transformer_engine.pytorch"
 _MEMBERS: dict[str, dict[str, Any]] = {
-    "transformer_engine_torch": {"DType": SimpleNamespace(kFloat8E4M3="e4m3")},
+    "transformer_engine_torch": {"DType": SimpleNamespace(kFloat8E4M3="e4m3", kFloat8E5M2="e5m2", kFloat4E2M1="e2m1")},
     "transformer_engine": {"__version__": VERSION},
     f"{_PYTORCH}.tensor.float8_blockwise_tensor": {"Float8BlockQuantizer": _Quantizer},
     f"{_PYTORCH}.tensor.storage.float8_blockwise_tensor_storage": {"Float8BlockwiseQTensorStorage": _Storage},
@@ -216,6 +228,7 @@ _MEMBERS: dict[str, dict[str, Any]] = {
         "multi_tensor_applier": multi_tensor_applier,
         "multi_tensor_l2norm": _multi_tensor_kernel("multi_tensor_l2norm"),
         "multi_tensor_scale": _multi_tensor_kernel("multi_tensor_scale"),
+        "multi_tensor_scale_tensor": _multi_tensor_kernel("multi_tensor_scale_tensor"),
     },
 }
 STANDS_FOR: dict[str, Callable[..., Any]] = {

@@ -21,12 +21,12 @@ def pins(*names: str) -> dict[str, str]:
 
 def gpu_pins() -> dict[str, str]:
     """Return the versions that launch/install_gpu.sh installs."""
-    versions = pins("-gpu")
+    versions = pins("-nodeps", "-gpu")
     return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 
 def test_the_pins_match_the_requirements_pyproject_the_engine_and_the_back_ends(monkeypatch):
-    cpu, gpu = pins("", "-nodeps"), pins("-gpu")
+    cpu, gpu = pins("", "-nodeps"), pins("-nodeps", "-gpu")
     assert {name: cpu[name] for name in doctor.TESTED} == doctor.TESTED
     assert {name: gpu[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
     assert set(doctor.NEEDED_PACKAGES) <= set(cpu) & set(gpu)

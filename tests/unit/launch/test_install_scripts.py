@@ -142,13 +142,14 @@ def test_the_pins_are_those_of_the_extras(name, extras):
     project, pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], read_pins(name)
     listed = [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
     for requirement in map(Requirement, listed + project["dependencies"] * ("lora" not in extras)):
-        assert pins[requirement.name] in requirement.specifier, requirement
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": "3.11"}):
+            assert pins[requirement.name] in requirement.specifier, requirement
 
 
 def test_packages_without_dependencies_have_one_version():
     pins, gpu = read_pins("requirements-nodeps.txt"), read_pins("requirements-gpu.txt")
     assert [f"{name}=={version}" for name, version in pins.items()] == list(WITHOUT_DEPENDENCIES)
-    assert pins == {name: gpu[name] for name in pins}
+    assert {name: gpu.get(name, version) for name, version in pins.items()} == pins
     assert not pins.keys() & read_pins("requirements.txt").keys()
 
 

@@ -43,6 +43,14 @@ class LatentAttention(MLASelfAttention):
             if norm is not None:
                 norm.eps = LATENT_NORM_EPS
 
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Return the submodules as they are. Megatron refuses norms unless `qk_layernorm` is set, which means norms of heads here."""
+        return vars(submodules)
+
+    def _run_core_attention(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Run attention on values as they are. Megatron pads those of packed rows to the width of queries."""
+        return self.core_attention(*args, **options)
+
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **kw: Any
     ) -> tuple[torch.Tensor | None, ...]:
@@ -86,6 +94,7 @@ class LatentAttention(MLASelfAttention):
             return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
         starts = None if row is None else row.cu_seqlens_q
         options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
+        options["mla_rotary_interleaved"] = True
 
         def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron returns the first elements of all pairs, then the second ones
             return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

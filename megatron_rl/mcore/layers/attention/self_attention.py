@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import SelfAttention
 
 from megatron_rl.kernels.heads import Heads, Norms
@@ -38,7 +37,7 @@ class PackedSelfAttention(SelfAttention):
         if row is not None and repeated is not None and rope.rotates_rows(hidden_states):
             angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
             once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-            self._rotation = row.make_rotation(once, interleaved, _yarn_get_concentration_factor_from_config(self.config))
+            self._rotation = row.make_rotation(once, interleaved, self._yarn_concentration_factor)
             options["rotary_pos_emb"] = None
         try:
             return super().forward(hidden_states, attention_mask, *args, **options)

@@ -22,7 +22,7 @@ def multiply(
     """Return x W^T of a `QuantizedLinear`, with gradient; see `Product` for the arguments about communication. `input` is a tensor,
     `GateUp` or `Normed`; the result is a tensor or `GateUp`. The other micro-batch has its turn during communication."""
     input, gate_up = input if isinstance(input, GateUp) else (input, None)
-    input, given = input if isinstance(input, Normed) else (input, None)
+    input, given = (input.activation, input.operand) if isinstance(input, Normed) else (input, None)
     weight = weight if torch.is_grad_enabled() else weight.detach()  # otherwise the operand for WGrad is created needlessly
     product = Product(layer, group, sum_dgrad, row_sum, defers_swiglu=layer.defers_swiglu)
     own: tuple[torch.Tensor, ...] = ()
@@ -200,8 +200,10 @@ class GateUp(NamedTuple):
         return self.activation.dtype
 
 
-class Normed(NamedTuple):
-    """The quantized result of a norm, passed to the following layer."""
+@dataclass(frozen=True)
+class Normed:
+    """The quantized result of a norm, passed to the following layer. No tuple, since Megatron takes a norm's tuple for its result and the
+    residual stream."""
 
     activation: torch.Tensor  # placeholder [..., h] that carries the result's gradient
     operand: Operand  # this rank's tokens as rows and, in training, columns

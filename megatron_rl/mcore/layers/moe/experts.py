@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_rl.kernels import batch_invariant
@@ -173,11 +172,10 @@ class _WeightedSum(torch.autograd.Function):
 class MixtureOfExperts(MoELayer):
     """Megatron's layer with a `TreeDispatcher` or, if `config.sums_by_tree` is False, an `EvenDispatcher` (GPU) or `Dispatcher` (CPU)."""
 
-    def __init__(self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None) -> None:
-        groups = get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups)
+    def __init__(self, config: TransformerConfig, *, pg_collection: Any, **options: Any) -> None:
+        super().__init__(config, pg_collection=pg_collection, **options)
         dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if counts_on_device() else Dispatcher
-        self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
+        self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection)
         for each in self._dispatchers:
             each.router, each.experts = self.router, self.experts
 
@@ -267,8 +265,6 @@ class EvenDispatcher(Dispatcher):
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.preprocess(routing_map)
-        if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(rows.view(self.hidden_shape))
         self.hidden_shape_before_permute = rows.shape
         chosen = routing_map.t().reshape(-1).nonzero_static(size=len(rows) * self.config.moe_router_topk).squeeze(1)
         self.order = (chosen % len(rows)).argsort(stable=True).view(len(rows), -1)
@@ -280,8 +276,6 @@ class EvenDispatcher(Dispatcher):
         self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
         if not self.as_received:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc1_forward_and_act(global_input_tokens)
         return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -290,8 +284,4 @@ class EvenDispatcher(Dispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h] of the weighted outputs [n k, h] of this rank's tokens, in the order of `dispatch_preprocess`."""
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
-            self.shared_experts.post_forward_comm()
-        output = sum_tokens(permutated_local_input_tokens, self.order).view(self.hidden_shape)
-        return output if self.shared_experts is None else output + self.shared_experts.get_output()
+        return sum_tokens(permutated_local_input_tokens, self.order).view(self.hidden_shape)

@@ -57,8 +57,8 @@ class Router(TopKRouter):
 
     aux_loss_coeff = 0.0  # in place of the config's
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self.router_replay = RoutingReplay(self)
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,6 +131,7 @@ class RoutingReplay:
         """Return (scores of the chosen experts, experts), both [t, k], for `scores` [t, experts]."""
         batch, layer = self.current, self.router.layer_number - 1
 
+        @torch.enable_grad()  # Megatron sorts the chosen experts only with gradient, and their order decides the bits of their weights
         def choose() -> tuple[torch.Tensor, torch.Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
@@ -227,7 +228,7 @@ class ModelRouters:
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
         ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)  # MTP layers have no record
-        batches = [batch if replay.router.layer_number <= self.shape.num_layers else ahead for replay in replays]
+        batches = [ahead if replay.router.is_mtp_layer else batch for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own
         try:
@@ -263,8 +264,7 @@ class ModelRouters:
 
     def _list_recorded(self) -> list[Router]:
         """Return this rank's routers with a record: all but those of MTP layers."""
-        routers = (replay.router for replay in chain(*self._replays))
-        return [router for router in routers if self.shape is not None and router.layer_number <= self.shape.num_layers]
+        return [replay.router for replay in chain(*self._replays) if not replay.router.is_mtp_layer]
 
     def _select_own(self, row: torch.Tensor) -> torch.Tensor:
         """Return this rank's [t / tp, ...] of [1, t, ...]: sequence-parallel ranks take consecutive equal parts."""

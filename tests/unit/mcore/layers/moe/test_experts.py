@@ -89,11 +89,11 @@ def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
     weights, chosen = torch.rand(COUNT, EXPERTS, generator=generator).topk(K)
     probs = torch.zeros(COUNT, EXPERTS).scatter(1, chosen, weights)
     x = torch.randn(COUNT, 1, WIDTH, generator=generator).bfloat16().requires_grad_()
-    wanted, wanted_probs, order = permute(x.detach().view(COUNT, WIDTH), probs > 0, probs=probs, num_out_tokens=COUNT * K)
+    wanted, wanted_probs, order, *_ = permute(x.detach().view(COUNT, WIDTH), probs > 0, probs=probs, num_out_tokens=COUNT * K)
     for name in ("nonzero", "masked_select", "item", "tolist", "__bool__"):  # each of them would wait for a GPU
         monkeypatch.setattr(torch.Tensor, name, lambda *_: (_ for _ in ()).throw(AssertionError("waits for the device")))
     dispatcher = object.__new__(EvenDispatcher)
-    dispatcher.config, dispatcher.shared_experts = SimpleNamespace(moe_router_topk=K), None
+    dispatcher.config = SimpleNamespace(moe_router_topk=K)
     dispatcher.experts, dispatcher.preprocess = SimpleNamespace(scatter_tokens=scatter_tokens), lambda routing_map: None
     rows, permuted_probs = dispatcher.dispatch_preprocess(x, probs > 0, probs)
     outputs = (torch.randn(rows.shape, generator=generator) * 3).bfloat16().requires_grad_()
