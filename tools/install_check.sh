@@ -2,11 +2,11 @@
 # Check installations by pip and by uv, outside of this checkout: build a wheel, install it into fresh virtual environments, and run it there.
 # Not in CI: it downloads the CPU tier twice, about 1 GB. Prints a line per check and exits with 1 at the first that fails.
 #   bash tools/install_check.sh                      # Python 3.11
-#   PYTHON=python3.12 INDEX=URL bash tools/install_check.sh
+#   INDEX= UV_FIND_LINKS=DIR bash tools/install_check.sh    # without PyTorch's index, with its CPU wheel in DIR
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-python=${PYTHON:-python3.11} index=${INDEX:-https://download.pytorch.org/whl/cpu}
+python=${PYTHON:-python3.11} index=${INDEX-https://download.pytorch.org/whl/cpu}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -41,7 +41,7 @@ for installer in pip uv; do
   check "$installer: plan without torch" "placements tried" "$run" plan configs/qwen3_8b.toml
   check "$installer: train without torch" "^megatron-rl: train: needs torch, megatron-core, sglang \(not installed\); pip install" "$run" train configs/qwen3_8b.toml
   check "$installer: no torch came" "^False" "$venv/bin/python" -c "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
-  "${install[@]}" --extra-index-url "$index" "$wheel[cpu]"
+  "${install[@]}" ${index:+--extra-index-url "$index"} "$wheel[cpu]"
   "$venv/bin/pip" -q install --no-deps --ignore-requires-python -r "$root/launch/requirements-nodeps.txt" # uv has no such option
   check "$installer: doctor of the CPU tier" "The CPU tier can run" "$run" doctor
   check "$installer: no CUDA came" "^None" "$venv/bin/python" -c "import torch; print(torch.version.cuda)"
