@@ -40,8 +40,7 @@ def load_config(
     table = _read_toml(path) | (_read_toml(more) if more else {})
     with reading("CONFIG", str(path), _EXAMPLE):
         table = apply_overrides(table, overrides)
-    _refuse_secrets(table)
-    with reading("CONFIG", str(path), _EXAMPLE):
+        _refuse_secrets(table)
         try:  # from JSON even a strict model accepts a string as Path and a list as tuple
             return root.model_validate_json(json.dumps(table, default=str))
         except ValidationError as error:

@@ -7,6 +7,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from megatron_rl import redaction
+
 settings.register_profile("unit", max_examples=25, deadline=None, derandomize=True)  # CI and a person see the same cases
 settings.load_profile("unit")
 
@@ -21,6 +23,13 @@ def fake_libraries(monkeypatch):
     make_backend.cache_clear()  # no back end keeps a stand-in
     yield
     make_backend.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests(monkeypatch):
+    """Mask no word of this test because another test held it as a secret."""
+    monkeypatch.setattr(redaction, "_secrets", set())
+    monkeypatch.setattr(redaction, "_variables", set())
 
 
 @pytest.fixture

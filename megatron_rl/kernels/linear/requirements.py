@@ -1,5 +1,6 @@
 """Requirements of each backend on machine and model, checked before anything heavy starts. Imports torch only for GPU backends."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -90,7 +91,7 @@ def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout
 
 def _find_gpu_problem() -> tuple[str, str] | None:
     fix = "run it on a Hopper GPU (H100, H200) with CUDA 12.9 or newer"
-    if find_version("torch") is None:
+    if importlib.util.find_spec("torch") is None:
         return "torch is not installed", fix
     import torch
 

@@ -17,6 +17,7 @@ from megatron_rl.config.agent import AgentConfig
 from megatron_rl.types import Problem
 from megatron_rl.workers.child import LONGEST_STOP, KeptProcess
 
+SERVER_ENDED = "the process that agents are forked from has ended"
 _TAIL = 2000  # number of bytes of standard error that are kept
 
 
@@ -36,7 +37,7 @@ class AgentServer:
         words = ["function", config.name] if config.name else ["command", *(config.command or ())]
         search_path = [*(path or os.getcwd() for path in sys.path), os.getcwd()]  # as for rewards
         self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock, self.ended = threading.Lock(), False
+        self._lock, self.ready, self.ended = threading.Lock(), False, False
         with remote:
             # not through PYTHONPATH, which a program with its own interpreter would inherit
             start = f"import sys; sys.path[:] = {search_path!r}; from {__package__} import runner; runner.main()"
@@ -50,6 +51,7 @@ class AgentServer:
         """Return the reply to a message. Raise ServerEndedError if the process has ended."""
         with self._lock:
             try:
+                self.ready = self.ready or bool(self._channel.recv(64))  # once it has imported the agent
                 socket.send_fds(self._channel, [json.dumps(message).encode()], files)
                 reply = self._channel.recv(64)
             except OSError:
@@ -114,7 +116,7 @@ class AgentProcess:
                 self._reaped = True
                 code = self._server.ask(self._pid)
         except ServerEndedError:
-            return AgentResult("the process that agents are forked from has ended")
+            return AgentResult(SERVER_ENDED)
         finally:
             reward = os.pread(self._reward, 64, 0).decode(errors="replace")
             for file in (self._stderr, self._pid_fd, self._reward):

@@ -4,9 +4,10 @@ KIND `function`: WORD is a `module:attribute`, imported once. Each fork calls it
 reward. KIND `command`: the words are a program that replaces each fork. A fork reads its problem, one line of JSON, from standard input and
 writes its reward as a number into the file named by `MEGATRON_RL_REWARD`.
 
-A message with files (standard input, standard error, reward) requests a fork; the reply is the process id of its keeper, which ends as the
-fork does and ends everything that the fork has started (`megatron_rl.workers.keeper`). A process id without files requests the exit code of
-that process, which has ended. The process and its forks end when its socket closes.
+Once the agent is imported, the process sends "ready". A message with files (standard input, standard error, reward) requests a fork; the
+reply is the process id of its keeper, which ends as the fork does and ends everything that the fork has started
+(`megatron_rl.workers.keeper`). A process id without files requests the exit code of that process, which has ended. The process and its
+forks end when its socket closes.
 """
 
 import json
@@ -79,5 +80,7 @@ def main() -> None:
     socket_fd, memory_mb, kind, *words = sys.argv[1:]
     ignore_signals_for_parent()
     run = load_function(words[0]) if kind == "function" else lambda: become(words)
-    if serve(socket.socket(fileno=int(socket_fd)), int(memory_mb)):
+    channel = socket.socket(fileno=int(socket_fd))
+    channel.send(b"ready")
+    if serve(channel, int(memory_mb)):
         run()

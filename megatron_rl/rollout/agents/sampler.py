@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from megatron_rl.config.agent import AgentConfig
@@ -20,7 +19,7 @@ from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest
-from megatron_rl.rollout.agents.process import AgentProcess, AgentServer, ServerEndedError
+from megatron_rl.rollout.agents.process import SERVER_ENDED, AgentProcess, AgentResult, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
@@ -75,12 +74,9 @@ class AgentSampler:
         with self._room, episode.abort.calling(lambda: episode.kill()):
             key = self._endpoint.open(episode)
             try:
-                process = self._start(key, episode)
-                result = process.run()
+                result = self._run_process(key, episode)
             finally:
                 self._endpoint.close(key)
-            with self._lock:
-                self._running.discard(process)
         completion = episode.finish(result.error, result.reward)
         if episode.abort.requested:
             raise AbortedError
@@ -89,6 +85,16 @@ class AgentSampler:
         if self._closed:
             raise EngineLostError("the agents were ended")
         return completion
+
+    def _run_process(self, key: str, episode: AgentEpisode) -> AgentResult:
+        try:
+            process = self._start(key, episode)
+        except ServerEndedError:
+            return AgentResult(SERVER_ENDED)
+        result = process.run()
+        with self._lock:
+            self._running.discard(process)
+        return result
 
     def _start(self, key: str, episode: AgentEpisode) -> AgentProcess:
         # a proxy of the machine cannot reach the endpoint
@@ -106,10 +112,14 @@ class AgentSampler:
 
     def _fork(self, environment: dict[str, str], episode: AgentEpisode) -> AgentProcess:
         for _ in range(2):  # the server may have been killed, for example when memory ran out
-            if self._server is None or self._server.ended:
+            is_new = self._server is None or self._server.ended
+            if self._server is None or is_new:
                 self._server = AgentServer(self._config)
-            with suppress(ServerEndedError):
+            try:
                 return AgentProcess(self._config, self._server, environment, episode.problem, episode.sampling.seed or 0)
+            except ServerEndedError:
+                if is_new and self._server.ready:
+                    raise  # this agent has ended it
         what = self._config.name or " ".join(self._config.command or ())
         raise RunError(f"no agent {what} can be started: the process that agents are forked from ends immediately; its error is above")
 

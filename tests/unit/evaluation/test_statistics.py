@@ -308,8 +308,10 @@ def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
         results(tmp_path / "eval" / f"step_{step}", step)
     (tmp_path / "eval" / "torn").mkdir()
     (tmp_path / "eval" / "torn" / "eval.json").write_text('{"sides": ')
-    lines = summarize_evaluations(tmp_path)
+    left_out = []
+    lines = summarize_evaluations(tmp_path, left_out)
     assert [(line["folder"], line["step"], line["problems"]) for line in lines] == [("eval/step_3", "3", "6"), ("eval/step_12", "12", "6")]
+    assert len(left_out) == 1 and "torn" in left_out[0]
     assert "mean@4 75.0 % (" in lines[0]["found"] and "50.0 points above the baseline's" in lines[0]["found"]
 
 
