@@ -143,7 +143,11 @@ def until(condition, seconds, what):
 def call_in_fresh_process(function, *arguments, **environment):
     """Return `function(*arguments)`, called in a new interpreter with these environment variables. Propagates its errors."""
     with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        return pool.submit(_call, function, *arguments).result()  # `_call` makes the new interpreter import this module first
+
+
+def _call(function, *arguments):
+    return function(*arguments)
 
 
 def free_port():

@@ -21,6 +21,7 @@ class PackedRowParams(PackedSeqParams):
     shard: ContextShard | None = None  # this context-parallel rank's positions of the row
     positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
     rotation: Rotation | None = None  # rotation of queries and keys, created by the first layer that needs it
+    angles: torch.Tensor | None = None  # the same for Megatron's rotation
 
     def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
         """Return the row's rotation by `angles`, float32 [positions, pairs]."""
@@ -28,6 +29,13 @@ class PackedRowParams(PackedSeqParams):
             assert self.positions is not None
             self.rotation = Rotation.from_angles(angles, self.positions, interleaved, scale)
         return self.rotation
+
+    def spread_angles(self, angles: torch.Tensor) -> torch.Tensor:
+        """Return the angles of all positions of the row, of all context-parallel ranks, from those of a sequence `[positions, ...]`. With
+        the angles of a sequence, Megatron would rotate one sequence after the other, which takes seven times as long."""
+        if self.angles is None:
+            self.angles = torch.cat([angles[:length] for length in self.lengths])
+        return self.angles
 
 
 def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:

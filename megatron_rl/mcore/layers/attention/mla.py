@@ -92,7 +92,7 @@ class LatentAttention(MLASelfAttention):
         angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
         if row is not None and rotates_rows(hidden_states):  # Megatron's angles are repeated twice
             return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
-        starts = None if row is None else row.cu_seqlens_q
+        starts, angles = (None, angles) if row is None else (row.cu_seqlens_q, row.spread_angles(angles))
         options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
         options["mla_rotary_interleaved"] = True
 
