@@ -1,5 +1,6 @@
 """Timing of cases in turns, so that a slow phase of the machine affects all of them, and functions run in a child process."""
 
+import importlib
 import multiprocessing
 import os
 import statistics
@@ -54,7 +55,8 @@ def run_in_child(function, *arguments, seconds=900):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # the child needs the memory
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    start = importlib.import_module, ("megatron_rl.mcore",)  # before Megatron, which needs it on a machine without Triton
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), *start) as pool:
         try:
             return pool.submit(function, *arguments).result(seconds)
         finally:
