@@ -55,7 +55,8 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         actor.learning_rate = lambda done: warm.learning_rate * min(1, (done + 1) / min(20, warm.steps)) * (1 - done / warm.steps)
         _train(config, actor, load_tokenizer(start), levels, notify)
         trained = target.with_name(f".{target.name}.trained")
-        CheckpointWriter(trained, model, hf_config, start, {"precision": config.precision.model_dump(mode="json")}).finish()
+        state = {"step": warm.steps, "precision": config.precision.model_dump(mode="json")}
+        CheckpointWriter(trained, model, hf_config, start, state).finish()
         try:
             convert(trained, target, _MASTERS)
         finally:
