@@ -50,7 +50,7 @@ serve() {
 }
 
 stop_server() {
-  kill -INT $server
+  kill -TERM $server
   wait $server
   server=""
 }
