@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def generate_by_vllm(model: str) -> Rows:
 
 def generate_by_server(url: str, model: str) -> Rows:
     """Generate greedily through OpenAI's interface."""
-    tokenizer, rows = load_tokenizer(model), []
+    tokenizer = load_tokenizer(model)
+    rows: Rows = []
     for prompt in make_prompts():
         body = {"model": Path(model).name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1}
         headers = {"Authorization": "Bearer interop", "Content-Type": "application/json"}
@@ -151,7 +153,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.0)
     parser.add_argument("--share", type=float, default=1.0)
     arguments = parser.parse_args()
-    generate = {"vllm": generate_by_vllm, "served": generate_by_server, "completions": read_completions}
+    generate: dict[str, Callable[..., Rows]] = {"vllm": generate_by_vllm, "served": generate_by_server, "completions": read_completions}
     if arguments.command in generate:
         *given, output = arguments.given
         rows = generate[arguments.command](*given)
