@@ -160,7 +160,8 @@ def main() -> None:
         Path(output).write_text(json.dumps(rows))
         print(f"{len(rows)} responses, {sum(len(row[1]) for row in rows)} tokens")
     elif arguments.command == "score":
-        print(score(*arguments.given, arguments.adapters, arguments.bound, arguments.share))
+        model, generated = arguments.given
+        print(score(model, generated, arguments.adapters, arguments.bound, arguments.share))
     elif arguments.command == "dequantize":
         print(dequantize(*arguments.given))
     else:
