@@ -153,8 +153,9 @@ def _share_secret(store: dist.Store) -> bytes:
 def _connect_to_launch_store(timeout: datetime.timedelta) -> dist.Store:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(dist.rendezvous("env://", timeout=timeout))[0]
+    rank = read_launch(joins=True).rank
     host, port = "127.0.0.1" if runs_on_one_node() else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if read_launch(joins=True).rank:
+    if rank:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -171,11 +172,10 @@ _joins = itertools.count()
 
 def join_ranks(backend: str, timeout: datetime.timedelta) -> None:
     """Create the process group of this launch's ranks, or of this process alone without a launcher."""
-    launch, store = read_launch(), cast(dist.Store, dist.HashStore())
+    launch, store = read_launch(joins=True), cast(dist.Store, dist.HashStore())
     if launch.is_launched:
         store = dist.PrefixStore(f"join {next(_joins)}", open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL))
-    rank, size = (launch.rank, launch.size) if launch.is_launched else (0, 1)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.size)
 
 
 def broadcast_bytes(data: bytes, source: int) -> bytes:
