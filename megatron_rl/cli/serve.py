@@ -17,7 +17,7 @@ from megatron_rl.config.hub import find_model_folder
 from megatron_rl.config.loading import apply_overrides
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
-from megatron_rl.hf.checkpoint_format import find_checkpoint_format
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_high_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.hf.tokenizer import load_tokenizer
@@ -65,10 +65,10 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
 def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str]) -> Config:
     """Return the configuration of an engine that serves a checkpoint in its own precision."""
     hf_config = read_config(find_model_folder(path), "FOLDER")
-    stored, dtype = find_checkpoint_format(hf_config), hf_config.get("dtype", hf_config.get("torch_dtype"))
+    stored = find_checkpoint_format(hf_config)
     name = stored.name if stored else ""
     mode = next(mode for mode, formats in MODES.items() if (formats.engine.name if formats.engine else "") == name)
-    precision = {"mode": mode, "high": "fp32" if dtype == "float32" else "bf16"}
+    precision = {"mode": mode, "high": find_high_format(hf_config)}
     if stored:
         precision["scale_format"] = stored.scale_format
     no_run = {"data": {"max_prompt_tokens": 1}, "rollout": {**fields, "max_new_tokens": 1}}  # requests have their own lengths

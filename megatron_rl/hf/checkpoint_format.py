@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError
-from parallel.formats import FORMATS, TensorFormat
+from parallel.formats import BF16, FORMATS, FP32, TensorFormat
 
 
 def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
@@ -26,3 +26,9 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
         rule, fix = f"is not supported, only {supported} is", "use a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
         raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
     return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
+
+
+def find_high_format(hf_config: Mapping[str, Any]) -> str:
+    """Return the format of a checkpoint's other tensors, as `precision.high` names it. transformers 5 writes `dtype`, older versions
+    `torch_dtype`."""
+    return FP32.name if FP32.dtype in (hf_config.get("torch_dtype"), hf_config.get("dtype")) else BF16.name

@@ -37,9 +37,36 @@ class GuardedTransport(Transport):
         return lambda: self.call(2 * timeout, self.lost_errors)  # a transport itself ends its waits after `timeout`
 
 
-class _GuardedOutbox(Outbox):
-    def __init__(self, make: Callable[[], Outbox], guard: _Guard) -> None:
+class _Guarded:
+    """What the guards of both sides share. A subclass sets `_own` inside of the guard."""
+
+    _own: Outbox | Inbox
+
+    def __init__(self, guard: _Guard) -> None:
         self._guard = guard
+
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        with self._guard():
+            self._own.start([*chunks])
+
+    def finish(self) -> None:
+        with self._guard():
+            self._own.finish()
+
+    def close(self) -> None:
+        """Close this side. An error is only logged: it would hide why the connection is closed."""
+        try:
+            with self._guard():
+                self._own.close()
+        except (PlugError, OSError) as error:
+            _log.warning("%s", error)
+
+
+class _GuardedOutbox(_Guarded, Outbox):
+    _own: Outbox
+
+    def __init__(self, make: Callable[[], Outbox], guard: _Guard) -> None:
+        super().__init__(guard)
         with guard():
             self._own = make()
             self.address = self._own.address
@@ -49,10 +76,6 @@ class _GuardedOutbox(Outbox):
         with self._guard():
             self._own.open(dict(addresses))
 
-    def start(self, chunks: Sequence[Chunk]) -> None:
-        with self._guard():
-            self._own.start([*chunks])
-
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         with self._guard():
             return _check_bytes(self._own.buffer(chunk), chunk)
@@ -61,23 +84,14 @@ class _GuardedOutbox(Outbox):
         with self._guard():
             self._own.send(chunk)
 
-    def finish(self) -> None:
-        with self._guard():
-            self._own.finish()
 
-    def close(self) -> None:
-        _close(self._own, self._guard)
+class _GuardedInbox(_Guarded, Inbox):
+    _own: Inbox
 
-
-class _GuardedInbox(Inbox):
     def __init__(self, make: Callable[[], Inbox], guard: _Guard) -> None:
-        self._guard = guard
+        super().__init__(guard)
         with guard():
             self._own = make()
-
-    def start(self, chunks: Sequence[Chunk]) -> None:
-        with self._guard():
-            self._own.start([*chunks])
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         with self._guard():
@@ -86,13 +100,6 @@ class _GuardedInbox(Inbox):
     def release(self, chunk: Chunk) -> None:
         with self._guard():
             self._own.release(chunk)
-
-    def finish(self) -> None:
-        with self._guard():
-            self._own.finish()
-
-    def close(self) -> None:
-        _close(self._own, self._guard)
 
 
 def _check_bytes(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -103,12 +110,3 @@ def _check_bytes(flat: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         found = f"{flat.dtype} {list(flat.shape)}" if isinstance(flat, torch.Tensor) else type(flat).__name__
         raise TypeError(f"a buffer must be a contiguous tensor, torch.uint8 [{chunk.nbytes}], not {found}")
     return flat
-
-
-def _close(own: Outbox | Inbox, guard: _Guard) -> None:
-    """Close one side. An error is only logged: it would hide why the connection is closed."""
-    try:
-        with guard():
-            own.close()
-    except (PlugError, OSError) as error:
-        _log.warning("%s", error)

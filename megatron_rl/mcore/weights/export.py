@@ -27,6 +27,7 @@ from megatron_rl.config.reading import check_path, reading
 from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, join_ranks, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
+from megatron_rl.hf.checkpoint_format import find_high_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.mtp_layers import MTP_FOLDER, MTPLayers
@@ -189,7 +190,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _S
         checkpoint.check_scales(model.tensors().values(), None)
         for line in checkpoint.describe_unread(model):
             print(line, flush=True)
-    high = "fp32" if "float32" in (hf_config.get("torch_dtype"), hf_config.get("dtype")) else "bf16"
+    high = find_high_format(hf_config)
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
     mtp = MTPLayers(checkpoint, model)
     return _Source(folder, hf_config, model, checkpoint.read_values, contract, mtp, keeps_fp32_norms=high == "bf16")
