@@ -194,7 +194,7 @@ class _Owners:
     def _cover_if_disjoint(self, name: str, wanted: Rect) -> list[_RectOwners] | None:
         """Return the parts of `wanted` that sources hold, or None if sources overlap: the choice then depends on the target's home."""
         available = list(self._by_tensor.get(name, {}).items())
-        overlaps = sum(overlap.rows * overlap.cols for rect, _ in available if (overlap := _overlap(rect, wanted)))
+        overlaps = sum(overlap.rows * overlap.cols for rect, _ in available if (overlap := intersect(rect, wanted)))
         cover = _cover(wanted, available)
         return cover if sum(rect.rows * rect.cols for rect, _ in cover) == overlaps else None
 
@@ -205,25 +205,25 @@ def _cover(wanted: Rect, available: Sequence[_RectOwners]) -> list[_RectOwners]:
     for rect, owners in available:
         remaining: list[Rect] = []
         for part in uncovered:
-            overlap = _overlap(rect, part)
+            overlap = intersect(rect, part)
             if overlap is None:
                 remaining.append(part)
             else:
                 cover.append((overlap, owners))
-                remaining += _subtract(part, overlap)
+                remaining += subtract(part, overlap)
         uncovered = remaining
         if not uncovered:
             break
     return cover
 
 
-def _overlap(a: Rect, b: Rect) -> Rect | None:
+def intersect(a: Rect, b: Rect) -> Rect | None:
     row, col = max(a.row, b.row), max(a.col, b.col)
     rows, cols = min(a.row + a.rows, b.row + b.rows) - row, min(a.col + a.cols, b.col + b.cols) - col
     return Rect(row, col, rows, cols) if rows > 0 and cols > 0 else None
 
 
-def _subtract(rect: Rect, hole: Rect) -> list[Rect]:
+def subtract(rect: Rect, hole: Rect) -> list[Rect]:
     """Return the rectangles around a hole in a rectangle: above, below, left and right."""
     below, right = hole.row + hole.rows, hole.col + hole.cols
     parts = [

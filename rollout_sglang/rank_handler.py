@@ -13,7 +13,8 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "finish", "hashing": BOOL}    -> chunk index: digest, and the live parameters hold the new bytes; or "pending"
     {"verb": "reread"}                     starts hashing the live parameters in the background
     {"verb": "reread digests"}             -> chunk index: digest, or "pending"
-    {"verb": "served"}                     -> kind: number of tensors accounted for, or "wrong": the failure
+    {"verb": "served"}                     -> "tensors", "bytes": size of the proved weights; kind: number of tensors of that kind; or
+                                              "wrong": the failure
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
     {"verb": "release"}                    frees the memory of the KV cache
@@ -48,6 +49,7 @@ from parallel.transport.base import Link
 from rollout_sglang import precision_graph
 from rollout_sglang.derived_tensors import ServedTensors
 from rollout_sglang.hooks import dequant_cache, e4m3_cache, gpu_activation_quant
+from rollout_sglang.proved_regions import ProvedRegions, find_padding
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
@@ -64,6 +66,7 @@ class RankHandler:
     """Answers the requests to one engine rank. `runner` is SGLang's ModelRunner."""
 
     _receiver: WeightReceiver | None = None  # connection to the trainer
+    _regions: ProvedRegions | None = None  # of the same connection
     _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
     tokenizer: Any = None  # the scheduler's
@@ -119,6 +122,7 @@ class RankHandler:
             case "finish":
                 if (digests := self._get_receiver().finish(live_tensors(model), request["hashing"])) is None:
                     return {PENDING: ""}
+                self._get_regions().fill_padding(live_tensors(model))
                 dequant_cache.clear_cache()  # the next values must be computed from the bytes just written
                 return _number(digests)
             case verb:
@@ -132,27 +136,34 @@ class RankHandler:
         self._receiver = None
         if request["verb"] == "connect":
             self._served = self._served or ServedTensors(model)
-            chunks = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])]
-            self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live_tensors(model), request["staged"])
+            chunks, live = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])], live_tensors(model)
+            self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live, request["staged"])
+            self._regions = ProvedRegions(chunks, live, find_padding(model))
 
     def _account(self, runner: Any) -> dict[str, str]:
-        """Check that the KV cache is empty and every tensor is accounted for."""
-        allocator, receiver = runner.token_to_kv_pool_allocator, self._get_receiver()
+        """Check that the KV cache is empty, the sync has written every byte of the weights, and every tensor is accounted for."""
+        allocator = runner.token_to_kv_pool_allocator
         if cached := allocator.size - allocator.available_size():
             return {"wrong": f"the KV cache was not flushed: it holds {cached} tokens of the previous weights"}
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
+            size = self._get_regions().check(live)
             e4m3_cache.check_copies(runner.model)
-            counts = self._served.check(runner.model, {name: live[name] for name in receiver.names})
+            counts = self._served.check(runner.model, live)
         except ValueError as error:
             return {"wrong": str(error)}
-        return {kind: str(count) for kind, count in counts.items()}
+        return {"tensors": str(size.tensors), "bytes": str(size.nbytes), **{kind: str(count) for kind, count in counts.items()}}
 
     def _get_receiver(self) -> WeightReceiver:
         if self._receiver is None:
             raise ValueError("the trainer is not connected")
         return self._receiver
+
+    def _get_regions(self) -> ProvedRegions:
+        self._get_receiver()
+        assert self._regions is not None
+        return self._regions
 
 
 _handler = RankHandler()
@@ -277,8 +288,12 @@ class RankRequests:
         return {rank: [answers[rank][str(index)] for index in range(len(named_rects))] for rank, named_rects in rects_by_rank.items()}
 
     def account_for_tensors(self) -> list[ServedReport]:
-        answers = self._ask_ranks({"verb": "served"})
-        return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
+        return [
+            ServedReport(wrong=rank["wrong"])
+            if "wrong" in rank
+            else ServedReport(int(rank["derived"]), tensors=int(rank["tensors"]), nbytes=int(rank["bytes"]))
+            for rank in self._ask_ranks({"verb": "served"})
+        ]
 
     def tap(self) -> None:
         """Start recording the outputs of operators on every rank."""

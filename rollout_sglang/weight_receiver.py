@@ -28,9 +28,9 @@ class WeightReceiver:
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout, self._transport = chunks, link.timeout, link.transport
         self._arrived_at = time.monotonic()  # when the last chunk arrived, or the sync started
-        self.names = sorted({name for chunk in chunks for name, _ in chunk.targets})  # live tensors that a sync fills
+        names = {name for chunk in chunks for name, _ in chunk.targets}  # live tensors that a sync fills
         self._device = next(iter(live.values())).device
-        staging = {name: torch.empty_like(live[name]) for name in (self.names if staged else ())}
+        staging = {name: torch.empty_like(live[name]) for name in (names if staged else ())}
         self._staging = make_target_packer(staging, chunks) if staged else None
         enter = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=enter)

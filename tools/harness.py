@@ -19,6 +19,7 @@ from megatron_rl.config.sync import Running
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from parallel.model_geometry import ModelGeometry
+from parallel.shards import Shard
 from parallel.transport.process_group import listening_store
 from rollout_sglang.rank_handler import RankHandler, RankRequests
 
@@ -92,15 +93,25 @@ class EngineStub(RankRequests):
 
 
 class EngineRankStub:
-    """An engine rank without SGLang: `RankHandler` receives into these tensors."""
+    """An engine rank without SGLang: `RankHandler` receives into the tensors of `shards`."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, shards: Iterable[Shard], tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors, self._handler = tensors, RankHandler()
-        model = SimpleNamespace(named_parameters=tensors.items)  # a torch module accepts no names with dots
+        vocabularies = [_make_vocabulary(shard) for shard in shards if shard.role in ("embedding", "lm_head")]
+        model = SimpleNamespace(
+            named_parameters=tensors.items, named_modules=lambda: vocabularies
+        )  # a torch module accepts no names with dots
         self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=SimpleNamespace(size=0, available_size=int))
 
     def answer(self, request: dict[str, Any], rank: int) -> dict[str, str]:
         return self._handler.answer(request, rank, self._runner)
+
+
+def _make_vocabulary(shard: Shard) -> tuple[str, Any]:
+    """Return the name of an embedding and what SGLang's layer says about its padding."""
+    rows = sum(region.tensor_rect.rows for region in shard.regions)
+    indices = SimpleNamespace(num_org_elements=rows, num_org_elements_padded=shard.rows)
+    return shard.name.removesuffix(".weight"), SimpleNamespace(shard_indices=indices)
 
 
 def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.02) -> None:

@@ -91,7 +91,7 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
 
 class InProcessEngine(EngineStub):
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
-        self.ranks = {rank: EngineRankStub(make_stored_tensors(own, contract.format_of)) for rank, own in shards.items()}
+        self.ranks = {rank: EngineRankStub(own, make_stored_tensors(own, contract.format_of)) for rank, own in shards.items()}
 
     def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
         return [stub.answer(request, rank) for rank, stub in self.ranks.items()]

@@ -143,7 +143,7 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
         except EOFError:
             return
         try:
-            pipe.send((stubs.setdefault(case, EngineRankStub(tensors[fp8])).answer(request, rank), None))
+            pipe.send((stubs.setdefault(case, EngineRankStub(shards, tensors[fp8])).answer(request, rank), None))
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
 

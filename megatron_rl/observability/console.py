@@ -14,14 +14,18 @@ from megatron_rl.metrics import STEP_SECONDS, MetricValue, describe
 
 
 def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
-    """Return the verdict on a row's sync and whether it is good, e.g. ("28/28 tensors, proof ok", True), or ("", True) without a sync."""
+    """Return the verdict on a row's sync and whether it is good, e.g. ("28/28 tensors, 2.6/2.6 MB, proof ok", True), or ("", True) without
+    a sync. Rows of earlier releases count only tensors."""
     tensors, proved = metrics.get("sync/tensors"), metrics.get("sync/proved")
     if tensors is None:
         return "", True
     if proved is None:
         return f"{tensors:.0f} tensors, NOT PROVED", False
-    equal = proved == tensors
-    return f"{proved:.0f}/{tensors:.0f} tensors, " + ("proof ok" if equal else "PROOF FAILED"), equal
+    nbytes, proved_bytes = (metrics.get(f"sync/{name}") for name in ("engine_bytes", "proved_bytes"))
+    equal, counts = proved == tensors and proved_bytes == nbytes, f"{proved:.0f}/{tensors:.0f} tensors, "
+    if nbytes is not None:
+        counts += f"{(proved_bytes or 0) * 1e-6:.1f}/{nbytes * 1e-6:.1f} MB, "
+    return counts + ("proof ok" if equal else "PROOF FAILED"), equal
 
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:

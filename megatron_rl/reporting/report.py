@@ -165,8 +165,9 @@ def _proof_tile(rows: Rows) -> SummaryTile:
     if not syncs:
         return SummaryTile(name, "–", "no sync was recorded")
     tensors = sum(row["sync/tensors"] or 0 for row in syncs)
-    moved = format_bytes(sum(row.get("sync/bytes") or 0 for row in syncs))
-    scope = f"{len(syncs)} sync{'s' * (len(syncs) != 1)}, {format_value(tensors, 'count')} tensors compared, {moved} moved"
+    moved, proved = (sum(row.get(f"sync/{name}") or 0 for row in syncs) for name in ("bytes", "proved_bytes"))
+    compared = f"{format_value(tensors, 'count')} tensors" + (f" ({format_bytes(proved)})" if proved else "")
+    scope = f"{len(syncs)} sync{'s' * (len(syncs) != 1)}, {compared} compared, {format_bytes(moved)} moved"
     for row in syncs:
         verdict, good = proof_verdict(row)
         if not good:

@@ -37,6 +37,8 @@ class ServedReport:
 
     derived: int = 0  # number of tensors derived from weights of the last sync, recomputed and found bitwise equal
     wrong: str = ""  # why the rank must not serve, such as the first tensor that is neither synced, derived nor constant
+    tensors: int = 0  # number of weights, scales included, all of whose bytes the last sync wrote and hashed, or which are zero padding
+    nbytes: int = 0  # bytes of these tensors, by their live shapes
 
 
 class Abort:
@@ -149,7 +151,8 @@ class Engine(Protocol):
         """Return the digests (`parallel.digest.digest`) of rectangles of live tensors by rank, in the given order."""
 
     def account_for_tensors(self) -> list[ServedReport]:
-        """Return, per engine rank, whether all that it would serve follows from the last sync. Call it between `end_sync` and `admit`."""
+        """Return, per engine rank, whether all that it would serve follows from the last sync: the rectangles of the chunks are its whole
+        live weights except padding, and every other tensor is derived from them or constant. Call it between `end_sync` and `admit`."""
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         """Return, per engine, one completion of exactly `max_new_tokens` tokens for each prompt. Call it between `admit` and `resume`."""

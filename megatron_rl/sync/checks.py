@@ -9,6 +9,7 @@ from megatron_rl.errors import RunError, UserError, as_user_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import Engine, EngineTensorSpec
 from megatron_rl.sync.plan import SyncPlan
+from parallel.coverage import Size, check_chunks
 from parallel.reshard import list_stored_tensors
 from parallel.shards import Shard
 from parallel.transport import TRANSPORTS
@@ -45,6 +46,14 @@ def check_one_host(settings: SyncConfig, reason: str) -> None:
     if settings.load_transport().one_host:
         rule = f"needs trainer and engines on one host; {reason}"
         raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")
+
+
+def check_coverage(plan: SyncPlan) -> dict[int, Size]:
+    """Return the size of each engine rank's weights. Raise RunError if the chunks leave out a byte that is not padding."""
+    try:
+        return check_chunks(plan.targets, plan.chunks, plan.contract.format_of)
+    except ValueError as error:
+        raise RunError(f"the sync cannot be proved: {error}") from None
 
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:

@@ -1,6 +1,6 @@
 """Compares the bytes of trainer and engine: chunk digests first, and if one differs, the digests of single blocks to name the block."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -36,10 +36,14 @@ class ByteProof:
         return {number: digest for rank in gather_from_ranks(own, dict[int, str]) for number, digest in rank.items()}
 
     def compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
-        """Raise RunError if the digest of a chunk in the engine differs from the trainer's. The error names the first block."""
+        """Raise RunError if the digest of a chunk in the engine differs from the trainer's, or if one is missing. The error names the first
+        block."""
+        counts = Counter(chunk.target for chunk in self.plan.chunks)
+        if (found := {rank: len(digests) for rank, digests in arrived.items() if digests}) != counts:
+            raise RunError(f"the sync is not proved: the engine ranks have hashed {found} chunks, the plan has {dict(counts)}")
         next_digest = {rank: iter(digests) for rank, digests in arrived.items()}
         for number, chunk in enumerate(self.plan.chunks):
-            if next(next_digest[chunk.target]) != sent[number]:
+            if not sent[number] or next(next_digest[chunk.target]) != sent[number]:
                 self.compare_transfers(named_tensors)
                 raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed for a while")
 

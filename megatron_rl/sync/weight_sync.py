@@ -22,7 +22,7 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.engine import Engine, ServedReport
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.sync.checks import check_live_engine
+from megatron_rl.sync.checks import check_coverage, check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.proof import ByteProof
 from megatron_rl.sync.transfer import Transferred, WeightTransfer
@@ -33,6 +33,8 @@ _METRICS = (
     declare("sync/blocks", "blocks of quantized weights moved", "count"),
     declare("sync/tensors", "tensors moved", "count"),
     declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
+    declare("sync/engine_bytes", "bytes of the engines' weights, by their live shapes", "bytes"),
+    declare("sync/proved_bytes", "bytes of the engines' weights whose hashes were equal on both sides, or which are zero padding", "bytes"),
     declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
     declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
     declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
@@ -77,13 +79,16 @@ class WeightSync:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
-        `mcore.weights.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
+        `mcore.weights.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines, and
+        RunError for a plan that leaves out a byte of the engines' weights."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
         self._canary, self._notify = canary, notify
         self._transfer, self._proof = WeightTransfer(plan, engine, settings, notify), ByteProof(plan, engine)
+        self._sizes = check_coverage(plan)
         self._counts = {
             "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.of_scales),
-            "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
+            "tensors": sum(size.tensors for size in self._sizes.values()),
+            "engine_bytes": sum(size.nbytes for size in self._sizes.values()),
         }
         self._defers_proof = settings.proof == "reread" and not self._transfer.keeps_base and not torch.cuda.is_available()
         self._has_reread = False
@@ -123,6 +128,7 @@ class WeightSync:
             wrong_bases=wrong_bases,
             changed_share=transferred.changed_share,
             proved=self._counts["tensors"] if hashing else 0,
+            proved_bytes=self._counts["engine_bytes"] if hashing else 0,
             seconds=time.perf_counter() - start,
             proof_seconds=seconds["proof"] + transferred.hash_seconds,
             served_seconds=seconds["served"],
@@ -161,11 +167,19 @@ class WeightSync:
         self._has_reread = True
 
     def _check_derived_tensors(self) -> int:
-        """Return the number of tensors that the engine derived from the weights. Raise RunError if one of them is stale."""
+        """Return the number of tensors that the engine derived from the weights. Raise RunError if one of them is stale, or if the chunks
+        of the sync are not all live weights of a rank."""
         reports = self._engine.run(lambda engine: engine.account_for_tensors(), list[ServedReport])
+        if len(reports) != len(self._sizes):
+            raise RunError(
+                f"the sync is not proved: {len(reports)} engine ranks account for their tensors, the plan has {len(self._sizes)}"
+            )
         for rank, report in enumerate(reports):
             if report.wrong:
                 raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
+            if (report.tensors, report.nbytes) != self._sizes[rank]:
+                found, planned = f"{report.tensors} weights of {report.nbytes} bytes", "{} of {}".format(*self._sizes[rank])
+                raise RunError(f"the sync is not proved: engine rank {rank} accounts for {found}, the plan for {planned}")
         return sum(report.derived for report in reports)
 
     @staticmethod
@@ -185,7 +199,9 @@ class SyncReport:
     bytes: int  # bytes sent; with `sync.delta` fewer than the weights have
     blocks: int  # scales moved: one per block or row of a quantized weight
     tensors: int  # engine tensors written, including scales
+    engine_bytes: int  # bytes of the engine tensors, padding included
     proved: int  # engine tensors whose bytes had equal digests on both sides
+    proved_bytes: int  # bytes of these tensors
     seconds: float  # total duration, including the proof
     proof_seconds: float
     served_seconds: float
@@ -200,7 +216,7 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
         proofs = self.proof_seconds, self.served_seconds, self.canary_seconds
-        counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved))
+        counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved, self.engine_bytes, self.proved_bytes))
         rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
         metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
         return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}

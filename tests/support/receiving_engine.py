@@ -4,7 +4,14 @@ import time
 
 from megatron_rl.rollout.engine import ServedReport
 from parallel.digest import digest_all, make_stored_tensors
+from rollout_sglang.proved_regions import ProvedRegions
 from rollout_sglang.weight_receiver import WeightReceiver
+
+
+def list_padding(shards):
+    """Return (first row, end) of the padding of each vocabulary, as `find_padding` does for an engine's layers."""
+    vocabularies = [shard for shard in shards if shard.role in ("embedding", "lm_head")]
+    return {shard.name: (sum(region.tensor_rect.rows for region in shard.regions), shard.rows) for shard in vocabularies}
 
 
 class ReceivingEngine:
@@ -12,11 +19,14 @@ class ReceivingEngine:
 
     def __init__(self, plan):
         self.tensors = {rank: make_stored_tensors(shards, plan.contract.format_of) for rank, shards in plan.targets.items()}
-        self.receivers = {}
+        self.padding = {rank: list_padding(shards) for rank, shards in plan.targets.items()}
+        self.receivers, self.regions = {}, {}
 
     def connect(self, link, chunks, staged):
         for rank, tensors in self.tensors.items():
-            self.receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
+            own = [chunk for chunk in chunks if chunk.target == rank]
+            self.receivers[rank] = WeightReceiver(link, rank, own, tensors, staged)
+            self.regions[rank] = ProvedRegions(own, tensors, self.padding[rank])
 
     def start_receiving(self, hashing, places=None):
         for rank, receiver in self.receivers.items():
@@ -38,7 +48,14 @@ class ReceivingEngine:
         return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}
 
     def account_for_tensors(self):
-        return [ServedReport()] * len(self.receivers)
+        return [self._account(rank) for rank in self.receivers]
+
+    def _account(self, rank):
+        try:
+            size = self.regions[rank].check(self.tensors[rank])
+        except ValueError as error:
+            return ServedReport(wrong=str(error))
+        return ServedReport(tensors=size.tensors, nbytes=size.nbytes)
 
     def disconnect(self):
         for receiver in self.receivers.values():

@@ -165,16 +165,20 @@ def test_the_rank_reports_wrong_tensors(monkeypatch):
     model, handler = Model(), RankHandler()
     cache = SimpleNamespace(size=64, available_size=lambda: 60)
     runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)
-    monkeypatch.setattr(rank_handler, "WeightReceiver", lambda *_: SimpleNamespace(names=list(live_tensors(model))))
+    monkeypatch.setattr(rank_handler, "WeightReceiver", lambda *_: SimpleNamespace())
     link = {"transport": "disk", "addresses": {}, "sources": [], "targets": [], "chunk_bytes": 1, "timeout": 1.0}
     monkeypatch.setattr(rank_handler, "Link", lambda **_: None)
-    handler.answer({"verb": "connect", "link": link, "staged": False, "ranks": {}}, 0, runner)
+    model.attn.kv_scales = parameter(torch.ones(2))
+    sizes = {name: (tensor.shape[0], tensor.numel() // tensor.shape[0]) for name, tensor in live_tensors(model).items()}
+    chunk = [0, 0, 1, [[name, 0, 0, rows, cols] for name, (rows, cols) in sizes.items()]]
+    handler.answer({"verb": "connect", "link": link, "staged": False, "ranks": {"0": [chunk]}}, 0, runner)
     line = "the KV cache was not flushed: it holds 4 tokens of the previous weights"
     assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
     cache.available_size = lambda: 64
-    assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}
+    size = {"tensors": "3", "bytes": str(768 * 128 + 4 * 6 + 4 * 2)}
+    assert handler.answer({"verb": "served"}, 0, runner) == {**size, "proved": "3", "derived": "2", "constant": "3"}
     model.write("fp8", seed=1)
     assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]
     monkeypatch.setattr(e4m3_cache, "scales_by_layer", lambda: True)
-    model.attn.kv_scales, model.attn.k_scale_float = parameter(torch.ones(2)), 0.5
+    model.attn.k_scale_float = 0.5
     assert handler.answer({"verb": "served"}, 0, runner)["wrong"].startswith("attn.k_scale_float is 0.5, not 1: kernels would multiply")
