@@ -33,7 +33,10 @@ class ReceivingEngine:
             receiver.start(self.tensors[rank], hashing, places and places[rank])
 
     def finish_receiving(self, hashing):
-        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self.receivers.items()}
+        digests = {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self.receivers.items()}
+        for rank, regions in self.regions.items():
+            regions.fill_padding(self.tensors[rank])
+        return digests
 
     def start_rereading(self):
         for rank, receiver in self.receivers.items():

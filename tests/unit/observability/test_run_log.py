@@ -178,6 +178,9 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     sync = {"step": 0, "eval/accuracy": 0.421, "sync/bytes": 2.5e6, "sync/tensors": 4, "sync/proved": 4}
     assert progress_line(sync, 30).plain == "step 0/30  held-out 42.1%  sync 2.5 MB  4/4 tensors, proof ok"
     assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)
+    sizes = {"sync/engine_bytes": 2.62e6, "sync/proved_bytes": 2.62e6}
+    assert proof_verdict(sync | sizes) == ("4/4 tensors, 2.6/2.6 MB, proof ok", True)
+    assert proof_verdict(sync | sizes | {"sync/proved_bytes": 2.4e6}) == ("4/4 tensors, 2.4/2.6 MB, PROOF FAILED", False)
     assert proof_verdict({"sync/tensors": 4}) == ("4 tensors, NOT PROVED", False)
     assert proof_verdict({}) == ("", True)
     phases = ("generate", "logprobs", "train", "sync", "proof", "served", "eval", "step")

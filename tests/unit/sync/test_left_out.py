@@ -1,0 +1,155 @@
+"""Plans that leave out rows: the trainer refuses them before anything is sent, and an engine that is sent one does not serve."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.geometries import SMALL_MOE, small_model
+from support.receiving_engine import ReceivingEngine
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import Rank0
+from megatron_rl.errors import RunError
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync import weight_sync
+from megatron_rl.sync.checks import check_coverage
+from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
+from megatron_rl.sync.weight_sync import WeightSync
+from parallel.adapters import AdapterGeometry
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.layout import EngineLayout, Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import MLAGeometry, ModelGeometry
+from parallel.reshard import Transfer, intersect, subtract
+from parallel.shards import Rect
+
+CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
+DENSE = small_model(layers=1, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj")))
+LATENT = ModelGeometry(
+    "deepseek_v3", layers=1, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=256, vocab=300, experts=replace(SMALL_MOE.experts, count=2),
+    latent=MLAGeometry(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64),
+)  # fmt: skip
+PLAIN, QKV, NORM = small_model(layers=1), "*.qkv_proj.weight", "model.norm.weight"
+LEFT_OUT = [
+    (PLAIN, EngineLayout(), "model.embed_tokens.weight", Rect(17, 0, 1, 256)),
+    (PLAIN, EngineLayout(tp=2), "model.embed_tokens.weight", Rect(139, 0, 1, 256)),  # the last row before the padding of rank 1
+    (PLAIN, EngineLayout(engines=2), "lm_head.weight", Rect(299, 255, 1, 1)),
+    (PLAIN, EngineLayout(), QKV, Rect(1536, 0, 512, 256)),  # v
+    (PLAIN, EngineLayout(tp=2), QKV, Rect(896, 0, 128, 256)),  # v of a head
+    (PLAIN, EngineLayout(tp=2), "*.down_proj.weight_scale_inv", Rect(1, 1, 1, 1)),
+    (PLAIN, EngineLayout(), NORM, Rect(0, 0, 256, 1)),
+    (DENSE, EngineLayout(), "*.o_proj.lora_A", Rect(0, 0, 8, 1024)),
+    (DENSE, EngineLayout(tp=2), "*.qkv_proj.lora_B", Rect(1000, 0, 24, 8)),
+    (SMALL_MOE, EngineLayout(), "*.experts.w13_weight", Rect(1024, 0, 512, 256)),  # an expert
+    (SMALL_MOE, EngineLayout(tp=2, ep=2), "*.experts.w2_weight", Rect(256, 0, 256, 256)),
+    (SMALL_MOE, EngineLayout(tp=2), "*.gate.weight", Rect(3, 0, 1, 256)),
+    (LATENT, EngineLayout(), "*.fused_qkv_a_proj_with_mqa.weight", Rect(256, 0, 64, 256)),
+    (LATENT, EngineLayout(tp=2), "*.kv_b_proj.weight", Rect(128, 0, 128, 128)),
+]
+CASES = pytest.mark.parametrize(
+    "model, engines, name, hole", LEFT_OUT, ids=[f"{model.family} {engines.tp} {name}" for model, engines, name, _ in LEFT_OUT]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_plans(model: ModelGeometry, engines: EngineLayout, name: str, hole: Rect) -> tuple[SyncPlan, SyncPlan]:
+    """Return a plan, and the plan without a part of a tensor of the last rank."""
+    plan = SyncPlan.make(model, Layout(), engines, CONTRACT, 100_000)
+    transfers = list[Transfer]()
+    for each in plan.transfers:
+        is_meant = each.target_rank == engines.engines * engines.tp - 1 and fnmatchcase(each.target, name)
+        common = intersect(each.target_rect, hole) if is_meant else None
+        for rect in [each.target_rect] if common is None else subtract(each.target_rect, common):
+            row, col = rect.row - each.target_rect.row, rect.col - each.target_rect.col
+            source = Rect(each.source_rect.row + row, each.source_rect.col + col, rect.rows, rect.cols)
+            transfers.append(each._replace(source_rect=source, target_rect=rect))
+    assert sum(each.nbytes for each in transfers) < sum(each.nbytes for each in plan.transfers), "the hole is in the tensor"
+    return plan, replace(plan, transfers=tuple(transfers), chunks=tuple(cut_into_chunks(transfers, 100_000)))
+
+
+def make_sync(plan: SyncPlan, model: ModelGeometry, **settings) -> tuple[WeightSync, ReceivingEngine]:
+    shards = build_trainer_shards(model, Layout(), format_of=CONTRACT.format_of)[0]
+    tensors, engine = make_stored_tensors(shards, CONTRACT.format_of), ReceivingEngine(plan)
+    return WeightSync(plan, Rank0(lambda: engine), lambda: tensors, SyncConfig(timeout=20.0, **settings)), engine
+
+
+@CASES
+def test_the_trainer_refuses_a_plan_that_leaves_out_a_byte(model, engines, name, hole):
+    plan, less = make_plans(model, engines, name, hole)
+    check_coverage(plan)
+    with pytest.raises(
+        RunError, match=rf"^the sync cannot be proved: .*{name.strip('*')} of engine rank \d: no chunk has rows {hole.row}\.\."
+    ):
+        make_sync(less, model)
+
+
+@CASES
+@pytest.mark.parametrize("delta", ["off", "on"])
+def test_an_engine_does_not_serve_if_its_chunks_leave_out_a_byte(monkeypatch, model, engines, name, hole, delta):
+    """The trainer believes in the plan, and sends what it says."""
+    plan, less = make_plans(model, engines, name, hole)
+    monkeypatch.setattr(weight_sync, "check_coverage", lambda _: check_coverage(plan))
+    sync, engine = make_sync(less, model, delta="off" if model is DENSE else delta)
+    admitted = []
+    engine.resume = lambda: admitted.append(True)
+    rank = engines.engines * engines.tp - 1
+    line = rf"^the sync is not proved: engine rank {rank}: .*{name.strip('*')}: no chunk of the sync has rows {hole.row}\.\."
+    with pytest.raises(RunError, match=line):
+        sync.run(1)
+    sync.close()
+    assert not admitted
+
+
+def test_padding_is_filled_with_zeros_counted_and_compared_in_every_sync(monkeypatch):
+    plan = SyncPlan.make(PLAIN, Layout(), EngineLayout(tp=2), CONTRACT, 100_000)
+    sync, engine = make_sync(plan, PLAIN)
+    padding = Rect(140, 0, 20, 256)
+    for tensors in engine.tensors.values():
+        for tensor in tensors.values():
+            tensor.view(torch.uint8).fill_(7)
+    report = sync.run(1)
+    held = sum(tensor.numel() * tensor.element_size() for tensors in engine.tensors.values() for tensor in tensors.values())
+    assert report.proved_bytes == report.engine_bytes == held == report.bytes + 2 * 20 * 256 * 2
+    assert report.metrics()["sync/proved_bytes"] == held
+    name = "model.embed_tokens.weight"
+    assert not view_rect(engine.tensors[1][name], padding).any()
+    end_sync = engine.end_sync
+
+    def end_and_write(version):
+        end_sync(version)
+        engine.tensors[1][name][150, 3] = 1  # as a hook of the engine that runs after the sync
+
+    monkeypatch.setattr(engine, "end_sync", end_and_write)
+    with pytest.raises(RunError, match=rf"engine rank 1: {name}: the padding in rows 140\.\.159, columns 0\.\.255 is not zero$"):
+        sync.run(2)
+    sync.close()
+
+
+def test_a_report_that_differs_from_the_plan_is_refused(monkeypatch):
+    """As of an engine that accounts for less than it has, or whose shapes changed after the trainer connected."""
+    plan = SyncPlan.make(PLAIN, Layout(), EngineLayout(), CONTRACT, 100_000)
+    sync, engine = make_sync(plan, PLAIN)
+    sync.run(1)
+    account = engine.account_for_tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "account_for_tensors", lambda: [replace(report, nbytes=report.nbytes - 2) for report in account()])
+        with pytest.raises(RunError, match=r"^the sync is not proved: engine rank 0 accounts for \d+ weights of (\d+) bytes, the plan for"):
+            sync.run(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "finish_rereading", lambda: {0: []})
+        with pytest.raises(RunError, match=r"^the sync is not proved: the engine ranks have hashed \{\} chunks, the plan has \{0: \d+\}"):
+            sync.run(2)
+    engine.tensors[0] = {**engine.tensors[0], "model.extra.weight": torch.zeros(3)}
+    with pytest.raises(RunError, match=r"model\.extra\.weight was absent when the trainer connected, and is \(3,\)$"):
+        sync.run(2)
+    sync.close()
