@@ -24,7 +24,7 @@ from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls,
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
-from rollout_sglang.rank_handler import FAILED, PREFIX, RankRequests
+from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
 _IDLE_SECONDS = 10
@@ -32,6 +32,7 @@ _IDLE_POLL_SECONDS = 0.01
 _EXIT_SECONDS = 2.0
 _NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first proved sync"
 _POLL_SECONDS = 0.05
+_REPEATABLE = ("/flush_cache", "/update_weight_version", "/abort_request")  # requests that have the same effect once and twice
 _UNPARSED = (400, 422, 500)  # what SGLang answers if it cannot parse a response, or the schemas of an agent
 
 
@@ -230,7 +231,8 @@ class SGLangEngine(RankRequests):
 
     def _ask_ranks(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
         """Send a request to the hook in every scheduler process (`rollout_sglang.rank_handler`). Return one mapping per engine rank."""
-        answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)}, seconds)
+        body = {"action": PREFIX + json.dumps(request)}
+        answer = self._read_answer("/weights_checker", self._request("/weights_checker", body, seconds, request["verb"] in REPEATABLE))
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         for number, rank in enumerate(ranks):
             if FAILED in rank["checksums"]:
@@ -250,13 +252,19 @@ class SGLangEngine(RankRequests):
             raise error_class(message, self.server.processes.log_tail())
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
-    def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
-        """Send one request, watched by the health monitor. `seconds` is the time limit of the monitor's own."""
+    def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None, repeatable: bool = False) -> httpx.Response:
+        """Send one request, watched by the health monitor. `seconds` is the time limit of the monitor's own. If the connection breaks, as
+        one that the server closes just when it is used again, a request that may be sent twice is sent again once."""
         watch = self._health_monitor.working() if seconds is None else nullcontext()
-        seconds = seconds or self._rollout.request_timeout
+        seconds, repeatable = seconds or self._rollout.request_timeout, repeatable or path in _REPEATABLE
         try:
             with watch:
-                return self._http.post(path, json=body, timeout=seconds)
+                try:
+                    return self._http.post(path, json=body, timeout=seconds)
+                except (httpx.NetworkError, httpx.RemoteProtocolError):
+                    if not repeatable or self.server.processes.has_ended():
+                        raise
+                    return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
             message = f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout)"
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`
