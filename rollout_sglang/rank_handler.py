@@ -55,9 +55,9 @@ from rollout_sglang.weight_receiver import WeightReceiver
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 REPEATABLE = {
-    "reread digests",
-    *"ping describe activation_formats vocabulary graph digest finish reread served copies disconnect release resume".split(),
-}
+    "ping", "describe", "activation_formats", "vocabulary", "graph", "digest", "finish", "reread", "reread digests", "served", "copies",
+    "disconnect", "release", "resume",
+}  # fmt: skip
 """Verbs of requests that may be sent twice. A second `connect`, `start`, `tap`, or `untap` would end what the first one began."""
 PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
