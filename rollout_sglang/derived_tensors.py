@@ -49,6 +49,8 @@ SCRATCH: dict[str, str] = {
     "*.pynccl_comm.*": "buffers of a process group",
 }
 """Pattern of a path -> description of the tensor's user."""
+COPIES_BYTES = 64 << 20
+"""Bytes of float values that are recomputed after each sync. Recomputing all of a large model would take longer than the sync."""
 _SEARCHED_PACKAGES = ("sglang.", "rollout_sglang.", "megatron_rl.", "parallel.", "types.", "__main__.")  # `types` has SimpleNamespace
 
 
@@ -113,8 +115,14 @@ class ServedTensors:
             else:
                 raise ValueError(f"{_describe(found)} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
             counts[kind] += 1
-        counts["derived"] += dequant_cache.check_cache(partial(_is_within, spans))
+        counts["derived"] += dequant_cache.check_cache(partial(_is_within, spans))  # none, unless some outlived the sync
         return counts
+
+    def check_copies(self, proved: Mapping[str, torch.Tensor]) -> int:
+        """Recompute float values that layers on a CPU have kept since the sync, `COPIES_BYTES` of them in turn, and return the number of
+        their weights. Raise ValueError as `check` does."""
+        spans = sorted(_span(tensor) for tensor in proved.values() if tensor.numel())
+        return dequant_cache.check_cache(partial(_is_within, spans), COPIES_BYTES)
 
 
 def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list[str]:

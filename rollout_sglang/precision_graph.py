@@ -1,7 +1,8 @@
 """Reads the rollout graph inside a scheduler process from the live SGLang model: dtypes and shapes of weights and scales, and the methods
-that
-use them, but no values, because they are made up before the first sync. An unknown quantization method is refused."""
+that use them. An unknown quantization method is refused. The values of scales are made up before the first sync, so they are not part of
+the graph: `check_scale_values` reads them after every sync."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from megatron_rl.precision.graph.decoder import LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, dtype_name, unquantized_format
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
@@ -18,12 +19,36 @@ _KNOWN_METHODS = (
     *("Fp8LinearMethod", "Fp8MoEMethod", "W8A8Int8LinearMethod", "W8A8Int8MoEMethod", "Fp32RouterMethod"),
     *("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"),
 )
+_SCALES = tuple(f"{weight}_{suffix}" for weight in ("weight", "w13_weight", "w2_weight") for suffix in ("scale_inv", "scale"))
 
 
 def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
     """Return the graph of the model of SGLang's ModelRunner. `activations`: formats of the inputs by module. Raise ValueError for an
     unknown module or format, RunError for a parameter that no operator uses."""
     return _Reader(runner, activations).read_graph()
+
+
+def check_scale_values(model: Any) -> None:
+    """Raise ValueError, by name, if the scales of a live weight do not have the format that the rollout graph states: powers of two, if the
+    engine's config.json promises them, and positive numbers always."""
+    scales: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        for name in _SCALES if method is not None else ():
+            scale = getattr(module, name, None)
+            if isinstance(scale, torch.Tensor) and scale.dtype == torch.float32:
+                scales[_promised_scales(method)].append((f"{path}.{name}", scale.detach()))
+        if (cache := getattr(module, "kv_scales", None)) is not None:
+            scales["pow2"].append((f"{path}.kv_scales", cache.detach()))
+    for promised, named in scales.items():
+        if check_scales(torch.cat([scale.reshape(-1) for _, scale in named]), promised) != promised:
+            name, found = next((name, found) for name, scale in named if (found := check_scales(scale, promised)) != promised)
+            raise ValueError(f"{name} holds scales that are {found}, but the precision graph says {promised}")
+
+
+def _promised_scales(method: Any) -> str:
+    """Return the format of scales that the engine's config.json promises for a layer with this quantization method."""
+    return "pow2" if getattr(getattr(method, "quant_config", None), "scale_fmt", None) == "ue8m0" else "fp32"
 
 
 class _Reader(Reader):
@@ -118,8 +143,6 @@ class _Reader(Reader):
             scheme = module.quant_method
             blocks = getattr(scheme, "weight_block_size", None) or getattr(scheme.quant_config, "weight_block_size", None)
             group = f"1x{blocks[1]}" if blocks else "tensor"  # activations that share a scale, as SGLang tells its kernel
-            promised = "pow2" if scheme.quant_config.scale_fmt == "ue8m0" else "fp32"  # by the engine's config.json
-            operator = operator.with_inputs(
-                x=TensorPrecision("e4m3", group, activation_scales), weight=block_format(weight, scale, promised)
-            )
+            weight_format = block_format(weight, scale, _promised_scales(scheme))
+            operator = operator.with_inputs(x=TensorPrecision("e4m3", group, activation_scales), weight=weight_format)
         return operator.with_inputs(**dict.fromkeys(NAMES, adapter))

@@ -14,7 +14,8 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "reread"}                     starts hashing the live parameters in the background
     {"verb": "reread digests"}             -> chunk index: digest, or "pending"
     {"verb": "served"}                     -> "tensors", "bytes": size of the proved weights; kind: number of tensors of that kind; or
-                                              "wrong": the failure
+                                              "wrong": the failure. "copies": whether layers keep float values of weights
+    {"verb": "copies"}                     -> "derived": number of weights whose float values were recomputed, or "wrong": the failure
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
     {"verb": "release"}                    frees the memory of the KV cache
@@ -74,6 +75,7 @@ class RankHandler:
     _regions: ProvedRegions | None = None  # of the same connection
     _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
+    _keeps_copies = False  # whether layers keep float values of quantized weights
     tokenizer: Any = None  # the scheduler's
 
     def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
@@ -105,6 +107,8 @@ class RankHandler:
                 return {PENDING: ""} if digests is None else _number(digests)
             case "served":
                 return self._account(runner)
+            case "copies":
+                return self._check_copies(model)
             case "release":
                 release_cache(runner.token_to_kv_pool)
             case "resume":
@@ -144,6 +148,7 @@ class RankHandler:
             chunks, live = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])], live_tensors(model)
             self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live, request["staged"])
             self._regions = ProvedRegions(chunks, live, find_padding(model))
+            self._keeps_copies = next(iter(live.values())).device.type == "cpu" and bool(read_activation_formats(model))
 
     def _account(self, runner: Any) -> dict[str, str]:
         """Check that the KV cache is empty, the sync has written every byte of the weights, and every tensor is accounted for."""
@@ -154,11 +159,22 @@ class RankHandler:
         live = live_tensors(runner.model)
         try:
             size = self._get_regions().check(live)
+            precision_graph.check_scale_values(runner.model)
             e4m3_cache.check_copies(runner.model)
             counts = self._served.check(runner.model, live)
         except ValueError as error:
             return {"wrong": str(error)}
-        return {"tensors": str(size.tensors), "bytes": str(size.nbytes), **{kind: str(count) for kind, count in counts.items()}}
+        found = {"tensors": size.tensors, "bytes": size.nbytes, "copies": int(self._keeps_copies), **counts}
+        return {kind: str(count) for kind, count in found.items()}
+
+    def _check_copies(self, model: torch.nn.Module) -> dict[str, str]:
+        """Check the float values that layers on a CPU have kept since they computed with the last sync's weights."""
+        self._get_receiver()
+        assert self._served is not None
+        try:
+            return {"derived": str(self._served.check_copies(live_tensors(model)))}
+        except ValueError as error:
+            return {"wrong": str(error)}
 
     def _get_receiver(self) -> WeightReceiver:
         if self._receiver is None:
@@ -296,9 +312,13 @@ class RankRequests:
         return [
             ServedReport(wrong=rank["wrong"])
             if "wrong" in rank
-            else ServedReport(int(rank["derived"]), tensors=int(rank["tensors"]), nbytes=int(rank["bytes"]))
+            else ServedReport(int(rank["derived"]), "", int(rank["tensors"]), int(rank["bytes"]), rank["copies"] == "1")
             for rank in self._ask_ranks({"verb": "served"})
         ]
+
+    def check_copies(self) -> list[ServedReport]:
+        answers = self._ask_ranks({"verb": "copies"})
+        return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
 
     def tap(self) -> None:
         """Start recording the outputs of operators on every rank."""

@@ -39,6 +39,7 @@ class ServedReport:
     wrong: str = ""  # why the rank must not serve, such as the first tensor that is neither synced, derived nor constant
     tensors: int = 0  # number of weights, scales included, all of whose bytes the last sync wrote and hashed, or which are zero padding
     nbytes: int = 0  # bytes of these tensors, by their live shapes
+    keeps_copies: bool = False  # whether the rank derives copies of weights when it first computes with them (`Engine.check_copies`)
 
 
 class Abort:
@@ -153,6 +154,10 @@ class Engine(Protocol):
     def account_for_tensors(self) -> list[ServedReport]:
         """Return, per engine rank, whether all that it would serve follows from the last sync: the rectangles of the chunks are its whole
         live weights except padding, and every other tensor is derived from them or constant. Call it between `end_sync` and `admit`."""
+
+    def check_copies(self) -> list[ServedReport]:
+        """Return, per engine rank, how many copies that it derived from weights since the last sync were recomputed and found equal. Called
+        between `admit` and `resume`, if a rank `keeps_copies`, when the canary has been answered."""
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         """Return, per engine, one completion of exactly `max_new_tokens` tokens for each prompt. Call it between `admit` and `resume`."""

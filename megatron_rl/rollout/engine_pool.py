@@ -289,6 +289,9 @@ class EnginePool:
     def account_for_tensors(self) -> list[ServedReport]:
         return list(chain.from_iterable(self._call_all(lambda _, engine: engine.account_for_tensors())))
 
+    def check_copies(self) -> list[ServedReport]:
+        return list(chain.from_iterable(self._call_all(lambda _, engine: engine.check_copies())))
+
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         return list(chain.from_iterable(self._call_all(lambda _, engine: engine.answer_canary(prompts_B, sampling))))
 

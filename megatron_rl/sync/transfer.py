@@ -55,10 +55,10 @@ class WeightTransfer:
         self._outbox: Outbox | None = None
         self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
         auto_pays = not self._transport.one_host and not torch.cuda.is_available()
-        self.keeps_base = not plan.frozen and (settings.delta == "on" or (settings.delta == "auto" and auto_pays))
+        self._frozen, self._frozen_digests = plan.frozen, dict[int, str]()  # chunks, and their digests in the first hashed sync
+        self.keeps_base = not self._frozen and (settings.delta == "on" or (settings.delta == "auto" and auto_pays))
         """Whether syncs send deltas against a copy of the bytes of the last sync."""
         self._base, self._base_is_proved = DeltaBase(), False
-        self._frozen_digests: dict[int, str] = {}
         self._reported: set[str] = set()
         self.total_bytes = sum(chunk.nbytes for chunk in plan.chunks)  # bytes of a sync that sends everything
 
@@ -108,8 +108,16 @@ class WeightTransfer:
 
     def mark_proved(self, transferred: Transferred) -> None:
         """Allow the next transfer to rely on what the engine holds now."""
-        self._base_is_proved = self.keeps_base or bool(self._plan.frozen)
-        self._frozen_digests = self._frozen_digests or transferred.sent
+        self._base_is_proved = self.keeps_base or bool(self._frozen)
+        self._frozen_digests = self._frozen_digests or {
+            number: transferred.sent[number] for number in self._frozen if transferred.sent[number]
+        }
+
+    def find_changed_frozen(self, sent: dict[int, str]) -> str:
+        """Return the first weight of a chunk that training does not change, but whose bytes in the trainer have changed since the first
+        sync, or "". `sent`: digests of this sync's chunks."""
+        changed = (self._plan.chunks[number] for number, digest in self._frozen_digests.items() if sent[number] != digest)
+        return next((f"{chunk.sources[0][0]} or a weight after it on trainer rank {chunk.source}" for chunk in changed), "")
 
     def _start_receiving(self, engine: Engine, hashing: bool, parts: Sequence[Chunk]) -> None:
         """Let the engine receive all chunks, or, if given, only `parts` of them."""
@@ -134,11 +142,9 @@ class WeightTransfer:
     def _find_changes(self, packer: ChunkPacker, hashing: bool) -> Changes:
         """Compare the live tensors of all ranks with the base, and decide how many bytes of each chunk to send."""
         chunks = self._plan.chunks
-        if frozen := self._plan.frozen:  # the engine holds frozen chunks already; both sides still hash them
-            nothing = np.empty(0, np.uint8)
-            own = {number: Difference(self._frozen_digests.get(number, ""), 0, nothing) for number in frozen & self._own_chunks.keys()}
+        if frozen := self._frozen:  # the engine holds frozen chunks already; both sides still hash them
             sizes = [0 if number in frozen else chunk.nbytes for number, chunk in enumerate(chunks)]
-            return Changes(own, sizes, sum(sizes) / self.total_bytes)
+            return Changes({}, sizes, sum(sizes) / self.total_bytes)
         changes = gather_changes(self._base.compare(packer, self._own_chunks, hashing), chunks)
         nbytes = sum(changes.sizes)
         send_deltas = self._settings.delta == "on" or nbytes <= MAX_DELTA_SHARE * self.total_bytes
@@ -159,6 +165,10 @@ class WeightTransfer:
         outbox.start([part for part in parts if part.nbytes])
         for number, chunk in self._own_chunks.items():
             if not (part := parts[number]).nbytes:
+                if number not in digests:  # frozen; the engine hashes its bytes at the same time
+                    if chunk.sources not in hashed:
+                        hashed[chunk.sources] = packer.hash_all([chunk.sources])[0] if hashing else ""
+                    digests[number] = hashed[chunk.sources]
                 continue
             flat, difference = as_byte_matrix(outbox.buffer(part)), differences.get(number)
             if difference is not None and part.nbytes < chunk.nbytes:

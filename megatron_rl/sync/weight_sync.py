@@ -35,6 +35,7 @@ _METRICS = (
     declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
     declare("sync/engine_bytes", "bytes of the engines' weights, by their live shapes", "bytes"),
     declare("sync/proved_bytes", "bytes of the engines' weights whose hashes were equal on both sides, or which are zero padding", "bytes"),
+    declare("sync/proof_age", "syncs since all bytes were last hashed as the engines serve them; 0 with sync.proof = reread", "count"),
     declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
     declare("time/proof", "hashing the weights on both sides, and comparing the hashes", "seconds", STEP_SECONDS, _SECONDS),
     declare("time/served", "recomputing and comparing the tensors that the engine derived from the weights", "seconds", STEP_SECONDS),
@@ -91,7 +92,7 @@ class WeightSync:
             "engine_bytes": sum(size.nbytes for size in self._sizes.values()),
         }
         self._defers_proof = settings.proof == "reread" and not self._transfer.keeps_base and not torch.cuda.is_available()
-        self._has_reread = False
+        self._proof_age: int | None = None  # syncs since the engines' bytes were last reread, or None if they never were
 
     def close(self) -> None:
         """Close the connection to the engine. The next sync sends everything."""
@@ -106,12 +107,13 @@ class WeightSync:
         named_tensors = self._read_named_tensors()
         self._transfer.open()
         prove_first = hashing and not self._defers_proof
+        self._proof_age = None if self._proof_age is None else self._proof_age + 1
         transferred, wrong_bases = self._transfer.run(named_tensors, version, hashing=prove_first), 0
         with _timed(seconds, "proof"):
             if prove_first:
                 transferred, wrong_bases = self._prove_before_serving(named_tensors, version, transferred)
         with _timed(seconds, "served"):  # the engine samples, but holds completions back
-            derived = self._check_derived_tensors() if hashing else 0
+            derived, keeps_copies = self._check_derived_tensors() if hashing else (0, False)
             canary = self._canary if hashing else None
             self._engine.run(lambda engine: self._serve(engine, canary, rereading=hashing and not prove_first))
             meanwhile()
@@ -120,6 +122,8 @@ class WeightSync:
                 self._compare_with_reread(named_tensors, self._proof.hash_chunks(named_tensors))
         with _timed(seconds, "canary"):
             difference = canary.check(self._engine, version, named_tensors) if canary else 0.0
+        with _timed(seconds, "served"):
+            derived += self._check_copies() if keeps_copies else 0  # they exist once the canary has been computed
         self._transfer.mark_proved(transferred)
         self._engine.run(lambda engine: engine.resume())
         return SyncReport(
@@ -127,6 +131,7 @@ class WeightSync:
             bytes=transferred.nbytes,
             wrong_bases=wrong_bases,
             changed_share=transferred.changed_share,
+            proof_age=self._proof_age or 0,
             proved=self._counts["tensors"] if hashing else 0,
             proved_bytes=self._counts["engine_bytes"] if hashing else 0,
             seconds=time.perf_counter() - start,
@@ -151,12 +156,15 @@ class WeightSync:
         try:
             self._proof.compare_digests(named_tensors, transferred.sent, transferred.arrived)
         except RunError as error:
-            if transferred.nbytes == self._transfer.total_bytes or isinstance(error, EngineLostError):
+            frozen = self._transfer.find_changed_frozen(transferred.sent)
+            if transferred.nbytes == self._transfer.total_bytes or isinstance(error, EngineLostError) or frozen:
                 raise
             self._notify(f"an engine did not hold the weights of the last proved sync, so all weights are sent: {error}")
             transferred, wrong_bases = self._transfer.run(named_tensors, version, hashing=True), 1
             self._proof.compare_digests(named_tensors, transferred.sent, transferred.arrived)
-        if self._settings.proof == "reread" or not self._has_reread:  # "streamed" rereads once: `end_sync` never changes
+        if frozen := self._transfer.find_changed_frozen(transferred.sent):
+            raise RunError(f"the sync is not proved: {frozen} has changed in the trainer, although training does not change it")
+        if self._settings.proof == "reread" or self._proof_age is None:  # "streamed" rereads once: `end_sync` never changes
             self._engine.run(lambda engine: engine.start_rereading())
             self._compare_with_reread(named_tensors, transferred.sent)
         return transferred, wrong_bases
@@ -164,11 +172,11 @@ class WeightSync:
     def _compare_with_reread(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str]) -> None:
         """Compare `sent` with the digests that the engine has computed of its live weights since `end_sync`."""
         self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading(), dict[int, list[str]]))
-        self._has_reread = True
+        self._proof_age = 0
 
-    def _check_derived_tensors(self) -> int:
-        """Return the number of tensors that the engine derived from the weights. Raise RunError if one of them is stale, or if the chunks
-        of the sync are not all live weights of a rank."""
+    def _check_derived_tensors(self) -> tuple[int, bool]:
+        """Return the number of tensors that the engine derived from the weights, and whether it will derive copies when it computes. Raise
+        RunError if one of them is stale, or if the chunks of the sync are not all live weights of a rank."""
         reports = self._engine.run(lambda engine: engine.account_for_tensors(), list[ServedReport])
         if len(reports) != len(self._sizes):
             raise RunError(
@@ -180,6 +188,14 @@ class WeightSync:
             if (report.tensors, report.nbytes) != self._sizes[rank]:
                 found, planned = f"{report.tensors} weights of {report.nbytes} bytes", "{} of {}".format(*self._sizes[rank])
                 raise RunError(f"the sync is not proved: engine rank {rank} accounts for {found}, the plan for {planned}")
+        return sum(report.derived for report in reports), any(report.keeps_copies for report in reports)
+
+    def _check_copies(self) -> int:
+        """Return the number of copies of weights that were recomputed. Raise RunError if one of them differs."""
+        reports = self._engine.run(lambda engine: engine.check_copies(), list[ServedReport])
+        for rank, report in enumerate(reports):
+            if report.wrong:
+                raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
         return sum(report.derived for report in reports)
 
     @staticmethod
@@ -202,6 +218,7 @@ class SyncReport:
     engine_bytes: int  # bytes of the engine tensors, padding included
     proved: int  # engine tensors whose bytes had equal digests on both sides
     proved_bytes: int  # bytes of these tensors
+    proof_age: int  # syncs since these bytes were last hashed after the engine had ended its own update
     seconds: float  # total duration, including the proof
     proof_seconds: float
     served_seconds: float
@@ -216,7 +233,8 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
         proofs = self.proof_seconds, self.served_seconds, self.canary_seconds
-        counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved, self.engine_bytes, self.proved_bytes))
+        sizes = self.tensors, self.proved, self.engine_bytes, self.proved_bytes
+        counts = map(float, (self.bytes, self.blocks, *sizes, self.proof_age))
         rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
         metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
         return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}

@@ -1,5 +1,6 @@
 """Cache of the float values of quantized weights on a CPU, those used first: evicting the oldest would never hit in cyclic use."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ Make = Callable[[], torch.Tensor]
 _values: dict[int, tuple[torch.Tensor, torch.Tensor, Make]] = {}
 """(float values, quantized bytes, function that makes the values from the bytes) by the address of the bytes."""
 _cached_bytes = 0
+_next = 0  # number of the values that `check_cache` recomputes next
 
 
 def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
@@ -25,13 +27,18 @@ def get_float_weight(data: torch.Tensor, make: Make) -> torch.Tensor:
     return values
 
 
-def check_cache(is_proved: Callable[[torch.Tensor], bool]) -> int:
-    """Recompute and compare all values. Return their number. Raise ValueError if any are stale or their bytes not proved."""
-    for values, data, make in _values.values():
+def check_cache(is_proved: Callable[[torch.Tensor], bool], limit: float = math.inf) -> int:
+    """Recompute values and compare them, at most `limit` bytes of them or one weight's; the next call goes on with the others. Return the
+    number of weights. Raise ValueError if any values are stale or their bytes not proved."""
+    global _next
+    kept, checked = list(_values.values()), 0
+    while checked < len(kept) and (not checked or limit > 0):
+        values, data, make = kept[_next % len(kept)]
         if not is_proved(data) or not torch.equal(values, make()):
             cached = f"the cached float values of a weight {list(data.shape)}"
             raise ValueError(f"{cached} are stale: they differ from those of the proved bytes")
-    return len(_values)
+        _next, checked, limit = (_next + 1) % len(kept), checked + 1, limit - values.nbytes
+    return checked
 
 
 def clear_cache() -> None:

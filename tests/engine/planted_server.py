@@ -42,6 +42,32 @@ def keep_float_values(original):
         original()
 
 
+def damage_float_values(original, *args, **named):
+    """Change a value that a layer has kept since the sync, behind the canary's back."""
+    if _is_planted("kept value"):
+        from rollout_sglang.hooks import dequant_cache
+
+        next(iter(dequant_cache._values.values()))[0].view(-1)[0] += 1
+    return original(*args, **named)
+
+
+def write_other_scales(original, *args, **named):
+    """Sync scales that are no powers of two, to the engine only."""
+    if _is_planted("scales"):
+        for name, parameter in args[0].named_parameters():
+            if name.endswith("weight_scale_inv"):
+                parameter.data.mul_(1.1)
+    return original(*args, **named)
+
+
+def write_padding(original, regions, live):
+    """Write a row behind the last token of the vocabulary after a sync has filled it."""
+    if _is_planted("padding"):
+        name, rect = next(iter(regions._padding.items()))
+        live[name].data[rect.row] = 1
+    return original(regions, live)
+
+
 def keep_cache(original, *args, **named):
     """Claim that the KV cache was flushed."""
     return _is_planted("cache") or _is_planted("hidden cache") or original(*args, **named)
@@ -75,13 +101,19 @@ def plant():
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 
+    from rollout_sglang import precision_graph
+    from rollout_sglang.derived_tensors import ServedTensors
     from rollout_sglang.hooks import dequant_cache, registry
+    from rollout_sglang.proved_regions import ProvedRegions
     from rollout_sglang.rank_handler import RankHandler
 
     registry.verify()
     for owner, name, fault in (
         (DeepseekV2WeightLoaderMixin, "post_load_weights", skip_post_load),
         (dequant_cache, "clear_cache", keep_float_values),
+        (ServedTensors, "check_copies", damage_float_values),
+        (precision_graph, "check_scale_values", write_other_scales),
+        (ProvedRegions, "check", write_padding),
         (Scheduler, "flush_cache", keep_cache),
         (RankHandler, "_account", hide_cache),
         (ModelRunner, "forward", decode_with_old_weights),

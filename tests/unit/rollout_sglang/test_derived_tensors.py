@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from rollout_sglang import rank_handler
+from rollout_sglang import derived_tensors, precision_graph, rank_handler
 from rollout_sglang.derived_tensors import ServedTensors, find_tensors
 from rollout_sglang.hooks import dequant_cache, e4m3_cache
 from rollout_sglang.rank_handler import RankHandler, live_tensors
@@ -161,6 +161,52 @@ def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
         dequant_cache.clear_cache()
 
 
+def test_float_values_made_since_the_sync_are_recomputed_in_turn(monkeypatch):
+    model, weights = torch.nn.Module(), [parameter(torch.full((4, 8), value, dtype=torch.int8)) for value in range(3)]
+    model.weights = torch.nn.ParameterList(weights)
+    served, made = ServedTensors(model), []
+
+    def make(number: int) -> torch.Tensor:
+        made.append(number)
+        return weights[number].float()
+
+    dequant_cache.clear_cache()
+    monkeypatch.setattr(derived_tensors, "COPIES_BYTES", 2 * 4 * 8 * 4)
+    try:
+        assert served.check_copies(live_tensors(model)) == 0, "no layer has computed yet"
+        kept = [dequant_cache.get_float_weight(weight, functools.partial(make, number)) for number, weight in enumerate(weights)]
+        made.clear()
+        assert [served.check_copies(live_tensors(model)) for _ in range(3)] == [2, 2, 2] and sorted(made) == [0, 0, 1, 1, 2, 2]
+        kept[1][2, 3] += 1
+        with pytest.raises(ValueError, match=r"cached float values of a weight \[4, 8\] are stale"):
+            [served.check_copies(live_tensors(model)) for _ in range(2)]  # within two syncs
+    finally:
+        dequant_cache.clear_cache()
+
+
+@pytest.mark.parametrize("promised", ["ue8m0", None])
+def test_scales_of_the_last_sync_have_the_format_that_the_graph_states(promised):
+    model, layer = Model(), torch.nn.Module()
+    model.layer, layer.quant_method = layer, SimpleNamespace(quant_config=SimpleNamespace(scale_fmt=promised))
+    layer.weight, layer.w2_weight_scale_inv = parameter(torch.ones(256, 128)), parameter(torch.tensor([[[0.5]], [[2.0]]]))
+    layer.weight_scale_inv = parameter(torch.tensor([[0.25], [4.0]]))
+    precision_graph.check_scale_values(model)
+    layer.w2_weight_scale_inv[1] = 0.3
+    if promised is None:
+        precision_graph.check_scale_values(model)
+    else:
+        with pytest.raises(ValueError, match=r"^layer\.w2_weight_scale_inv holds scales that are fp32, but the precision graph says pow2$"):
+            precision_graph.check_scale_values(model)
+    layer.w2_weight_scale_inv[1] = 0.0
+    line = rf"^layer\.w2_weight_scale_inv holds scales that are invalid, but the precision graph says {'pow2' if promised else 'fp32'}$"
+    with pytest.raises(ValueError, match=line):
+        precision_graph.check_scale_values(model)
+    layer.w2_weight_scale_inv[1] = 1.0
+    model.attn.kv_scales = parameter(torch.tensor([1.0, 0.7]))
+    with pytest.raises(ValueError, match=r"^attn\.kv_scales holds scales that are fp32"):
+        precision_graph.check_scale_values(model)
+
+
 def test_the_rank_reports_wrong_tensors(monkeypatch):
     model, handler = Model(), RankHandler()
     cache = SimpleNamespace(size=64, available_size=lambda: 60)
@@ -175,7 +221,7 @@ def test_the_rank_reports_wrong_tensors(monkeypatch):
     line = "the KV cache was not flushed: it holds 4 tokens of the previous weights"
     assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
     cache.available_size = lambda: 64
-    size = {"tensors": "3", "bytes": str(768 * 128 + 4 * 6 + 4 * 2)}
+    size = {"tensors": "3", "bytes": str(768 * 128 + 4 * 6 + 4 * 2), "copies": "0"}
     assert handler.answer({"verb": "served"}, 0, runner) == {**size, "proved": "3", "derived": "2", "constant": "3"}
     model.write("fp8", seed=1)
     assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]

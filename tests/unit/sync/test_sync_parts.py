@@ -256,6 +256,24 @@ def test_only_adapters_and_scales_of_the_cache_are_sent_and_a_changed_base_is_fo
             adapted.run()
     adapted.sync.close()  # as after the loss of an engine
     assert adapted.run().bytes == adapted.full
+    view_bytes(adapted.tensors["decoder.layers.0.mlp.linear_fc2.weight"])[5, 6] ^= 1
+    with pytest.raises(RunError, match=f"{name} of engine rank 0 differs from .* of trainer rank 0; first in rows 0..127, columns 0..127"):
+        adapted.run()
+    adapted.sync.close()  # the engine gets the changed weights, which only the trainer's memory of the first sync can tell
+    if proof == "streamed":
+        with pytest.raises(RunError, match=r"decoder\..* or a weight after it on trainer rank 0 has changed in the trainer, although"):
+            adapted.run()
+
+
+def test_the_age_of_the_proof_is_reported(bridge):
+    """Streamed hashes are of bytes that were just written. What happens to them later is hashed only in the first sync."""
+    streamed, reread = bridge(proof="streamed"), bridge(proof="reread")
+    assert [streamed.run().metrics()["sync/proof_age"] for _ in range(3)] == [0, 1, 2]
+    assert [reread.run().proof_age for _ in range(3)] == [0, 0, 0]
+    wrong = bridge(proof="streamed", delta="on")
+    wrong.run()
+    view_bytes(wrong.engine.tensors[1]["model.norm.weight"])[0, 0] ^= 1
+    assert (report := wrong.run()).wrong_bases == 1 and report.proof_age == 1
 
 
 def test_auto_sends_deltas_only_if_they_are_small(bridge):
