@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -239,6 +239,13 @@ class AsyncRolloutWorker:
         self._pending.popleft()
         sampling = rollout.sampling | self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
         return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+
+    def list_ended_ahead(self) -> Iterator[tuple[int, Completion]]:
+        """Yield the completions of later steps that have ended, the last ones first, with the version at which they will be trained on."""
+        for step in self._pending:
+            groups = [group for by_number in list(step.draw.ended.values()) for group in list(by_number.values())]  # other threads add some
+            for group in reversed(groups):
+                yield from ((step.draw.version, member) for member in group)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream after the last collected groups."""

@@ -56,6 +56,10 @@ class Canary(Protocol):
     def ask(self, engines: Engine) -> None:
         """Send the prompts to every engine, without waiting. Rank 0 only."""
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that one engine is asked for."""
+
     def check(self, engines: Rank0[Engine], version: int, named_tensors: dict[str, torch.Tensor]) -> float:
         """Return the largest difference; raise RunError if it is too large. `named_tensors`: this rank's live tensors. Collective."""
 
@@ -141,6 +145,16 @@ class WeightSync:
             derived=derived,
             canary=difference,
         )
+
+    def ask_canary(self, version: int) -> int:
+        """Let the engines, which serve `version`, answer the canary once more. Return the number of compared tokens, or 0 without a canary.
+        Raise as `run` does. The trainer must hold the weights of `version`."""
+        canary = self._canary
+        if canary is None:
+            return 0
+        self._engine.run(canary.ask)
+        canary.check(self._engine, version, self._read_named_tensors())
+        return canary.tokens
 
     def prove(self) -> int:
         """Compare all bytes on both sides as they are now, and return the number of engine tensors. Raise RunError as `run` does."""
@@ -253,6 +267,10 @@ class RecoveringWeightSync:
         report = replace(report, restarts=self._restarts, recovery_seconds=self._recovery_seconds)
         self._restarts, self._recovery_seconds = 0, 0.0
         return report
+
+    def ask_canary(self, version: int) -> int:
+        """See `WeightSync.ask_canary`."""
+        return self._sync.ask_canary(version)
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, which every rank calls; repeat it if engines, which hold `version`, are lost meanwhile."""

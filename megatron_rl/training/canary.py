@@ -57,6 +57,11 @@ class Canary:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
         self._answers: Future[list[list[Generation]]] | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that one engine is asked for."""
+        return len(self._prompts_B) * self._sampling.max_new_tokens
+
     def ask(self, engines: Engine) -> None:
         """Send the prompts to every engine in a background thread. Rank 0."""
         self._answers = self._thread.submit(engines.answer_canary, self._prompts_B, self._sampling)

@@ -25,11 +25,14 @@ MISMATCH = (
         "mismatch/k3_kl", "k3 estimate of KL(rollout || trainer) per token", "nats", "KL (nats per token)", label="KL(rollout ‖ trainer)"
     ),
 )
+TOKENS = declare("mismatch/tokens", "sampled tokens whose log-probs were compared; if none could be, those of the canary", "count")
 WITHOUT_REPLAY = (
     declare("mismatch/without_replay/abs_mean", f"mean {_DIFFERENCE}, {_UNREPLAYED}", "nats", _PANEL, label="mean without routing replay"),
     declare("mismatch/without_replay/abs_max", f"largest {_DIFFERENCE}, {_UNREPLAYED}", "nats"),
     declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
 )
+UNCOMPARED_STEPS = 3
+"""Steps after which a bound counts as exceeded if no token was compared in any of them."""
 SAMPLE_BIN = 32  # positions per bin of the mismatch in samples.jsonl
 _BOUNDS = torch.tensor([32 << power for power in range(26)])  # positions at which responses are cut into bins for the metrics
 _POSITION = "at response positions from {} to twice that (before 32 for 0)"
@@ -67,6 +70,8 @@ def measure_mismatch(
     if not totals.count("abs"):
         return {}
     metrics = dict(zip(names, (totals.mean("abs"), totals.largest("abs"), totals.mean("k3")), strict=True))
+    if names == MISMATCH:
+        metrics[TOKENS] = float(totals.count("abs"))
     for start in starts:
         mean, tokens = (name.format(start) for name in BY_POSITION)
         if totals.count(mean):
@@ -82,6 +87,7 @@ class MismatchBound:
         bound = settings.max_mismatch
         self._bound = bound if bound is not None else 0.0 if exact else math.inf
         self._stops, self._notify, self._warned = settings.on_mismatch == "stop", notify, False
+        self._uncompared = 0  # steps since tokens were compared last
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check the metrics of a step, which are the same on every rank. Raise RunError if the mismatch exceeds the bound; or, with
@@ -96,6 +102,18 @@ class MismatchBound:
         if exceeded and not self._warned:
             self._notify(line)
         self._warned = exceeded
+
+    def count(self, metrics: Mapping[str, float]) -> None:
+        """Count a step, whose metrics are the same on every rank. Raise RunError, or warn, if no token was compared for
+        `UNCOMPARED_STEPS` steps, because the bound then says nothing."""
+        self._uncompared = 0 if metrics.get(TOKENS) else self._uncompared + 1
+        if math.isinf(self._bound) or self._uncompared < UNCOMPARED_STEPS:
+            return
+        line = f"no token of the trainer's version was compared for {UNCOMPARED_STEPS} steps (mismatch/tokens)"
+        if self._stops:
+            raise RunError(f"{line}, so sync.max_mismatch = {self._bound:g} bounds nothing; set sync.canary above 0, or the bound to inf")
+        if self._uncompared == UNCOMPARED_STEPS:
+            self._notify(line)
 
 
 def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ _STEP = declare("time/step", "the whole step", "seconds")
 _SECONDS = {
     "share": declare("time/share", "giving every replica its samples", "seconds", STEP_SECONDS),
     "logprobs": declare("time/logprobs", "forward passes of actor and reference", "seconds", STEP_SECONDS),
+    "compare": declare("time/compare", "comparing tokens of the newest version, if the step has none", "seconds", STEP_SECONDS),
     "attribute": declare("time/attribute", "forward passes that attribute the mismatch to its causes", "seconds", STEP_SECONDS),
     "values": declare("time/values", "the critic's forward passes and the advantages", "seconds", STEP_SECONDS),
     "critic": declare("time/critic", "the critic's optimizer steps", "seconds", STEP_SECONDS),

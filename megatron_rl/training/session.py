@@ -54,6 +54,7 @@ from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import describe_unread, load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
@@ -157,11 +158,12 @@ class Session:
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
         trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
+        newest = NewestTokens(config, actor, worker, recovering_sync, bound, trainer.engine_routing)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved, critic)
-        return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)
+        return Loop(config, worker, trainer, recovering_sync, newest, recorder, checkpoints, state)
 
     def _load_checkpoint(self, actor: Actor, critic: Critic | None) -> TrainState | None:
         """Load the checkpoint of a resumed run and return its state, or None for a new run."""

@@ -1,9 +1,12 @@
 """Correct bytes that a real engine does not serve: each fault is named before a request is answered, and fixed by the next sync."""
 
+from functools import partial
+
 import planted_server
 import pytest
 import torch
 from support import trainer_engine
+from support.families import VOCABULARY
 from support.models import FP8, random_sequences
 from support.processes import World
 
@@ -31,7 +34,8 @@ def test_what_keeps_right_weights_from_being_served_is_named(tmp_path):
     fault = tmp_path / "fault"
     with World(1, tmp_path / "world") as world:
         world.call(planted_server.launch_planted, fault)
-        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, FP8, Layout(), {}, True)
+        start = partial(trainer_engine.start_architecture, vocab_size=VOCABULARY + 6)
+        world.call(start, "deepseek_v3", tmp_path, FP8, Layout(), {}, True)
         report = world.call(trainer_engine.sync, 0, 1 << 20, CANARY)[0]
         assert report["derived"] > 4 and report["canary"] == 0.0  # w_kc and w_vc of two layers, and the float values of all their weights
         assert report["proved_bytes"] == report["engine_bytes"] > report["bytes"], "padding counts too"

@@ -119,7 +119,7 @@ class TrainerAndEngines:
         return torch.cat(compute_all_logprobs(self.trainer.actor, samples)[0])
 
 
-_current = []
+_current, _changes = [], {}
 
 
 def current():
@@ -146,9 +146,11 @@ def start(*args):
         sync(0)
 
 
-def start_architecture(kind, folder, precision, layout, rollout, empty):
-    """Start a model of an architecture with random weights of seed 0, and engines with these settings that load it, or that are empty."""
+def start_architecture(kind, folder, precision, layout, rollout, empty, **changes):
+    """Start a model of an architecture with random weights of seed 0, and engines with these settings that load it, or that are empty.
+    `changes`: to its config.json."""
     start_trainer(layout)
+    _changes.update(changes)
     model = _write_architecture(kind, folder / "model", precision, layout, seed=0)
     sections = {"rollout": {"max_total_tokens": 4096, **rollout}}
     _current[:] = [TrainerAndEngines(model, folder, precision, sections, layout, None if empty else model)]
@@ -158,7 +160,7 @@ def _write_architecture(kind, folder, precision, layout, seed):
     """Write a checkpoint on rank 0, with as many layers as the stages need. Return its folder."""
     if is_rank0():
         layers = max(2, layout.pp * layout.vpp + layout.first_stage_layers)
-        write_model(folder, kind, precision, seed, num_hidden_layers=layers)
+        write_model(folder, kind, precision, seed, num_hidden_layers=layers, **_changes)
     dist.barrier()
     return folder
 

@@ -28,7 +28,9 @@ from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
+from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import load_critic, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
@@ -163,7 +165,9 @@ def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=No
     of_critic = None if critic is None else CriticTrainer(config, critic)
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic, teacher=teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
-    return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
+    rank0_worker = Rank0(lambda: worker)
+    newest = NewestTokens(config, trainer.actor, rank0_worker, sync, MismatchBound(config.sync, False, print))
+    return Loop(config, rank0_worker, policy, sync, newest, recorder, checkpoints, state)
 
 
 def run_loop(folder, precision, algorithm, steps, noise, attribute_every=0, environment_logprob=None, worker=ScriptedWorker, **sections):
