@@ -95,6 +95,23 @@ def decode_with_old_weights(original, runner, batch, *args, **named):
         weight.data.copy_(new)
 
 
+_FORWARDS_UNTIL_CHANGE = 8  # the canary is answered before
+_forwards = [0]  # forward passes since the last account
+
+
+def count_from_here(original, *args, **named):
+    _forwards[0] = 0
+    return original(*args, **named)
+
+
+def change_weight_later(original, runner, *args, **named):
+    """Change a weight in every version once its sync is proved, as a faulty write to memory."""
+    _forwards[0] += 1
+    if _is_planted("changed weight") and _forwards[0] == _FORWARDS_UNTIL_CHANGE:
+        runner.model.model.norm.weight.data.mul_(1.5)
+    return original(runner, *args, **named)
+
+
 def plant():
     """Install the faults in this process, which SGLang's processes are forked from."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -116,7 +133,9 @@ def plant():
         (ProvedRegions, "check", write_padding),
         (Scheduler, "flush_cache", keep_cache),
         (RankHandler, "_account", hide_cache),
+        (RankHandler, "_account", count_from_here),
         (ModelRunner, "forward", decode_with_old_weights),
+        (ModelRunner, "forward", change_weight_later),
     ):
         setattr(owner, name, _wrap(getattr(owner, name), fault))
 

@@ -32,10 +32,10 @@ LONG = 1500.0
 """Seconds that no run takes, however busy the machine is."""
 
 
-def train(folder, changes=None, *, launcher=(), config="quickstart"):
+def train(folder, changes=None, *, launcher=(), config="quickstart", module="megatron_rl"):
     """Start the command on a random model in `folder`. `changes` of the configuration override `TINY`."""
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **(changes or {})}
-    return Command(folder, *launcher, "megatron_rl", "train", *make_model(folder, settings, launcher, config))
+    return Command(folder, *launcher, module, "train", *make_model(folder, settings, launcher, config))
 
 
 def make_model(folder, settings, launcher=(), config="quickstart"):

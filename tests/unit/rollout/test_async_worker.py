@@ -299,7 +299,8 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     by_bin = {
         start: (metrics[f"mismatch/position/{start}/tokens"], metrics[f"mismatch/position/{start}/abs_mean"]) for start in (0, 32, 64)
     }
-    assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))} and len(metrics) == 3 + 6
+    assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))}
+    assert len(metrics) == 4 + 6 and metrics["mismatch/tokens"] == 36 + 32 + 6
     assert bin_mismatch(long) == [(32, close(0.01)), (32, close(0.02)), (6, close(0.04))]
     assert bin_mismatch(mixed) == [(1, close(0.05))] and bin_mismatch(sampled([], [])) == []
 
