@@ -38,7 +38,8 @@ class SyncConfig(ConfigSection):
     sent weights in the trainer's host memory. `auto`: only between hosts, and only for syncs in which it saves at least half."""
     canary: int = Field(2, ge=0, le=MAX_COUNT)
     """Number of prompts that each engine answers first after a sync. The trainer compares their log-probs before it accepts other
-    responses. 0 disables the canary."""
+    responses. 0 disables the canary. A run that samples ahead (`placement.max_staleness`) also asks the canary in steps that have no other
+    token to compare. Without the canary, such a run ends if `max_mismatch` bounds no token for some steps."""
     canary_bound: float | None = Field(None, ge=0, allow_inf_nan=True)
     """Maximum |log p trainer - log p engine| of a canary token in nats. A larger value ends the run; `inf` only reports it. Defaults to 0
     if the run guarantees exactness, otherwise to 5 if only the engine is quantized, and to 1 in all other cases."""

@@ -15,20 +15,22 @@ AHEAD = {
 }  # fmt: skip
 
 
-def test_every_step_compares_tokens_of_the_trainers_version(tmp_path):
-    assert (done := finish(train(tmp_path, AHEAD | {"train.steps": 6}))).code == 0, done.err
+@pytest.mark.parametrize("tokens", [2, 24])
+def test_every_step_compares_tokens_of_the_trainers_version(tmp_path, tokens):
+    """Completions of two tokens end before the trainer has scored the step."""
+    assert (done := finish(train(tmp_path, AHEAD | {"train.steps": 8, "rollout.max_new_tokens": tokens}))).code == 0, done.err
     rows = read_rows(latest(tmp_path))[1:]
     assert all(row["mismatch/tokens"] > 0 and row.get("mismatch/abs_max", 0.0) == 0.0 for row in rows)
     stale = [row for row in rows if row["staleness/share"] == 1.0]
     assert stale and all(row["time/compare"] > 0 for row in stale) and all("time/compare" not in row for row in rows if row not in stale)
+    assert tokens > 2 or any("mismatch/abs_max" in row for row in stale), "the others have asked the canary"
 
 
-@pytest.mark.parametrize("canary", [0, 2])
-def test_an_engine_whose_weight_changes_after_the_proof_ends_the_run(tmp_path, monkeypatch, canary):
+def test_an_engine_whose_weight_changes_after_the_proof_ends_the_run(tmp_path, monkeypatch):
     fault = tmp_path / "fault"
     monkeypatch.setenv(planted_server.FILE_VARIABLE, str(fault))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "engine"))))
-    with train(tmp_path, AHEAD | {"train.steps": 500, "sync.canary": canary}, module="planted_run") as command:
+    with train(tmp_path, AHEAD | {"train.steps": 500}, module="planted_run") as command:
         train_command.wait_for_rows(command, tmp_path, 3)  # from the second step on, tokens are older than the trainer's weights
         planted_server.set_fault(fault, "changed weight")
         done = command.wait(train_command.LONG)
