@@ -99,8 +99,9 @@ class WeightSync:
         self._proof_age: int | None = None  # syncs since the engines' bytes were last reread, or None if they never were
 
     def close(self) -> None:
-        """Close the connection to the engine. The next sync sends everything."""
+        """Close the connection to the engine. The next sync sends and rereads everything."""
         self._transfer.close()
+        self._proof_age = None  # the next engine may be another one
 
     def run(self, version: int, hashing: bool = True, meanwhile: Callable[[], None] = lambda: None) -> SyncReport:
         """Move the trainer's weights into the engine as policy version `version`, and prove them before the engine returns completions.

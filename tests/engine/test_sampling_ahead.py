@@ -14,6 +14,8 @@ AHEAD = {
     "data.eval_every": 1000, "data.eval_size": 1,
 }  # fmt: skip
 
+ALTERNATING = {"rollout.max_new_tokens": 24, "data.eval_every": 1000, "data.eval_size": 1}
+
 
 @pytest.mark.parametrize("tokens", [2, 24])
 def test_every_step_compares_tokens_of_the_trainers_version(tmp_path, tokens):
@@ -26,15 +28,16 @@ def test_every_step_compares_tokens_of_the_trainers_version(tmp_path, tokens):
     assert tokens > 2 or any("mismatch/abs_max" in row for row in stale), "the others have asked the canary"
 
 
-def test_an_engine_whose_weight_changes_after_the_proof_ends_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [AHEAD, ALTERNATING], ids=["ahead", "alternating"])
+def test_an_engine_whose_weight_changes_after_the_proof_ends_the_run(tmp_path, monkeypatch, changes):
     fault = tmp_path / "fault"
     monkeypatch.setenv(planted_server.FILE_VARIABLE, str(fault))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "engine"))))
-    with train(tmp_path, AHEAD | {"train.steps": 500}, module="planted_run") as command:
+    with train(tmp_path, changes | {"train.steps": 500}, module="planted_run") as command:
         train_command.wait_for_rows(command, tmp_path, 3)  # from the second step on, tokens are older than the trainer's weights
         planted_server.set_fault(fault, "changed weight")
         done = command.wait(train_command.LONG)
     assert done.code == 3, done.err
     reason = read_json(latest(tmp_path) / "run.json")["reason"]
     assert reason.startswith(("the mismatch of rollout and trainer is", "the canary fails:")) and reason in done.err
-    assert any("time/compare" in row for row in read_rows(latest(tmp_path)))
+    assert any("time/compare" in row for row in read_rows(latest(tmp_path))) == (changes is AHEAD)

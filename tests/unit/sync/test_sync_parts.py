@@ -269,6 +269,8 @@ def test_the_age_of_the_proof_is_reported(bridge):
     """Streamed hashes are of bytes that were just written. What happens to them later is hashed only in the first sync."""
     streamed, reread = bridge(proof="streamed"), bridge(proof="reread")
     assert [streamed.run().metrics()["sync/proof_age"] for _ in range(3)] == [0, 1, 2]
+    streamed.sync.close()  # as after the loss of an engine
+    assert [streamed.run().proof_age for _ in range(2)] == [0, 1]
     assert [reread.run().proof_age for _ in range(3)] == [0, 0, 0]
     wrong = bridge(proof="streamed", delta="on")
     wrong.run()
