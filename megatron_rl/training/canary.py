@@ -112,7 +112,7 @@ def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:
 
 def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Canary | None:
     """Return the canary, or None if `sync.canary` is 0."""
-    contract, emulated = PrecisionContract.from_config(config.precision), _find_emulated(config, hf_config)
+    contract, emulated = PrecisionContract.from_config(config.precision), find_emulated(config, hf_config)
     bound = config.sync.canary_bound
     if bound is None:
         exact = emulated is not None or promises_exactness(config, hf_config)
@@ -124,7 +124,7 @@ def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Cana
     return Canary(actor, prompts_B, sampling, bound, emulated) if prompts_B else None
 
 
-def _find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
+def find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
     """Return the engine's format if only the engine is quantized and the trainer can emulate it bit for bit, or None. That requires one
     process on each side, and a run that would be exact without quantization."""
     contract = PrecisionContract.from_config(config.precision)
