@@ -54,6 +54,7 @@ class Locator:
         self._exact = self._emulated is not None or promises_exactness(config, hf_config)
         tokens = min(DECODED, config.longest_sequence // 2)
         self._sampling = SamplingParams(config.rollout.temperature, tokens, config.train.seed)
+        self._vocabulary = int(hf_config["vocab_size"])
         longest = min(config.longest_sequence - tokens, LONGEST if torch.cuda.is_available() else LONGEST_ON_CPU)
         self.prompt = make_prompts(1, hf_config["vocab_size"], longest, config.train.seed)[0]
 
@@ -71,9 +72,13 @@ class Locator:
     def _walk(self, number: int, prompt: np.ndarray) -> Rank0[Report]:
         engine = Rank0(lambda: _take(self._engines.value, number))
         found, recorder = self._compare(engine, prompt)
-        if found.run(lambda walk: walk.first is None and walk.uncomputed > 0, bool):  # what the cache holds may hide a difference
-            other = np.concatenate([prompt[-1:], prompt])[: len(prompt)]
-            found, recorder = self._compare(engine, other)
+        if found.run(lambda walk: walk.uncomputed > 0, bool):  # what was cached hides its computation: walk a prompt that is not cached
+            other = Rank0(lambda: [int(np.random.default_rng().integers(self._vocabulary)), *prompt[1:].tolist()]).run(list, list[int])
+            fresh = self._compare(engine, np.array(other, np.int32))
+            if fresh[0].run(lambda walk: walk.first is not None, bool):
+                found, recorder = fresh
+            else:
+                found, recorder = self._compare(engine, prompt)  # its values are still needed
         element = read_element(found, recorder, engine)
         stale = engine.run(lambda engine: engine.find_stale_tensors(), list[dict[str, str]])  # before digests, which drop float copies
         engine.run(lambda engine: engine.stop_recording())

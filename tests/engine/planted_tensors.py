@@ -61,6 +61,8 @@ class Planter:
             self._undo()
             self.fault = fault
             if fault is not None and fault.get("rank", rank) == rank and fault["path"] != "cache":
+                if "float_copy" in fault:  # which the first pass makes
+                    original(runner, batch, *args, **named)
                 self._plant(runner.model, **{name: value for name, value in fault.items() if name != "rank"})
         if fault is not None and fault["path"] == "cache" and batch.forward_mode.is_decode():
             runner.token_to_kv_pool.get_key_buffer(fault["layer"]).mul_(fault["by"])

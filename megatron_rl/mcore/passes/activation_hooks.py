@@ -95,7 +95,8 @@ def record_activations(policy: Policy, noise: bool = False) -> Iterator[Activati
 
     with ExitStack() as hooks, override([policy], "_forward", begin_and_forward), policy.routing.disable_replay(), torch.no_grad():
         for chunk in policy.chunks:
-            modules = [(global_name(chunk, name), module) for name, module in chunk.named_modules() if not name.startswith("mtp")]
+            names = [name for name, _ in chunk.named_modules() if not name.startswith("mtp") and "local_experts" not in name]
+            modules = [(global_name(chunk, name), chunk.get_submodule(name)) for name in names if name != "decoder.layers"]
             for handle in attach_hooks(modules, list_hook_points(TRAINER), recorder.record):
                 hooks.callback(handle.remove)
             if getattr(chunk, "post_process", False):
