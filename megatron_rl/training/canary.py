@@ -18,7 +18,7 @@ from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, is_rank0
-from megatron_rl.errors import RunError
+from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
@@ -93,7 +93,7 @@ class Canary:
             difference = np.abs(expected - answer.logprobs_T)
             for token in np.flatnonzero(~(difference <= self._bound))[:1]:
                 phase = "decoding" if token else "prefill"
-                raise RunError(
+                raise MismatchError(
                     f"the canary fails: engine {answer.engine}, prompt {answer.prompt} of {prompt_tokens} tokens, position "
                     f"{prompt_tokens + token} ({phase}): log p is {answer.logprobs_T[token]:.9g} in the engine, {expected[token]:.9g} in "
                     f"the trainer; bound {self._bound:g} (sync.canary_bound)"

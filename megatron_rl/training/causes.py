@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
 from parallel.digest import digest_all
 from parallel.formats import BLOCK
+from parallel.reshard import Transfer
 from parallel.shards import NamedRect, Rect
 
 _SMALL_ULPS = 16
@@ -71,46 +73,51 @@ def find_operators(tensor: str) -> tuple[str, ...]:
     return tuple(f"layers.{number}.{name}" for name in names)
 
 
+_Pair = tuple[Transfer, Rect]  # a transfer, and a part of its rectangle, relative to its corner
+
+
 def find_wrong_bytes(plan: SyncPlan, engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
-    """Return, on rank 0, the engine's weights whose bytes are not the trainer's, with the first block of each. Collective: both sides hash
-    every weight once."""
-    wrong = _compare_digests(engine, [(each, each.source_rect, each.target_rect) for each in plan.transfers], named_tensors, get_rank())
-    blocks = []
-    first = {(each.target, each.target_rank): each for each in reversed([plan.transfers[index] for index in wrong])}
-    for each in reversed(first.values()):
-        rows, cols = (1, 1) if each.of_scales else (BLOCK, BLOCK) if each.target_rect.cols > 1 else (1, 1)
-        source, target = each.source_rect, each.target_rect
-        for row in range(0, target.rows, rows):
-            for col in range(0, target.cols, cols):
-                size = min(rows, target.rows - row), min(cols, target.cols - col)
-                blocks.append((each, Rect(source.row + row, source.col + col, *size), Rect(target.row + row, target.col + col, *size)))
-    findings, seen = [], set[tuple[str, int]]()
-    for index in _compare_digests(engine, blocks, named_tensors, get_rank()) if blocks else ():
-        each, _, rect = blocks[index]
-        if (each.target, each.target_rank) in seen:
-            continue
-        seen.add((each.target, each.target_rank))
-        place = f"rows {rect.row}..{rect.row + rect.rows - 1}, columns {rect.col}..{rect.col + rect.cols - 1}"
-        cause = "KV scale" if "kv_scales" in each.target else "scale of a weight" if each.of_scales else "weights"
-        text = f"{each.target} of engine rank {each.target_rank} is not the trainer's {each.source}, first in {place}"
-        findings.append(Finding(find_operators(each.target), cause, text))
-    return findings
+    """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
+    then blocks, rows, and elements of the wrong ones. Collective."""
+    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in plan.transfers]
+    for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
+        parts = [(each, part) for each, rect in pairs for part in _split(rect, rows or rect.rows, cols or rect.cols)]
+        first: dict[tuple[str, int], _Pair] = {}
+        for index in _compare_digests(engine, parts, named_tensors):
+            first.setdefault((parts[index][0].target, parts[index][0].target_rank), parts[index])
+        pairs = list(first.values())
+    return [_describe_bytes(each, part) for each, part in pairs]
 
 
-def _compare_digests(engine: Rank0[Engine], pairs: list, named_tensors: Mapping[str, torch.Tensor], rank: int) -> list[int]:
-    """Return the indices of the (transfer, source rectangle, target rectangle) with other bytes in the engine. Collective."""
-    own = [index for index, (each, *_) in enumerate(pairs) if each.source_rank == rank]
-    digests = digest_all(named_tensors, [(pairs[index][0].source, pairs[index][1]) for index in own])
-    sent = {
-        index: value for part in gather_from_ranks(dict(zip(own, digests, strict=True)), dict[int, str]) for index, value in part.items()
-    }
+def _split(rect: Rect, rows: int, cols: int) -> list[Rect]:
+    corners = product(range(rect.row, rect.row + rect.rows, rows), range(rect.col, rect.col + rect.cols, cols))
+    return [Rect(row, col, min(rows, rect.row + rect.rows - row), min(cols, rect.col + rect.cols - col)) for row, col in corners]
+
+
+def _describe_bytes(each: Transfer, part: Rect) -> Finding:
+    cause = "KV scale" if "kv_scales" in each.target else "scale of a weight" if each.of_scales else "weights"
+    place = f"first at row {each.target_rect.row + part.row}, column {each.target_rect.col + part.col}"
+    text = f"{each.target} of engine rank {each.target_rank} is not {each.source} of trainer rank {each.source_rank}, {place}"
+    return Finding(find_operators(each.target), cause, text)
+
+
+def _compare_digests(engine: Rank0[Engine], pairs: list[_Pair], named_tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the indices of the parts with other bytes in the engine. Collective."""
+
+    def place(corner: Rect, part: Rect) -> Rect:
+        return Rect(corner.row + part.row, corner.col + part.col, part.rows, part.cols)
+
+    own = [index for index, (each, _) in enumerate(pairs) if each.source_rank == get_rank()]
+    digests = digest_all(named_tensors, [(each.source, place(each.source_rect, part)) for each, part in (pairs[index] for index in own)])
+    by_rank = gather_from_ranks(dict(zip(own, digests, strict=True)), dict[int, str])
+    sent = {index: value for part in by_rank for index, value in part.items()}
 
     def compare(engine: Engine) -> list[int]:
         rects: dict[int, list[NamedRect]] = defaultdict(list)
-        for each, _, target in pairs:
-            rects[each.target_rank].append((each.target, target))
-        arrived = {target_rank: iter(values) for target_rank, values in engine.digest_rects(rects).items()}
-        return [index for index, (each, *_) in enumerate(pairs) if next(arrived[each.target_rank]) != sent[index]]
+        for each, part in pairs:
+            rects[each.target_rank].append((each.target, place(each.target_rect, part)))
+        arrived = {rank: iter(values) for rank, values in engine.digest_rects(rects).items()}
+        return [index for index, (each, _) in enumerate(pairs) if next(arrived[each.target_rank]) != sent[index]]
 
     return engine.run(compare, list[int])
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.passes.activation_hooks import ActivationRecorder
@@ -32,7 +32,7 @@ from megatron_rl.training.walk import Element, Walk, read_element, walk
 from megatron_rl.types import SamplingParams
 
 DECODED = 4  # tokens of the completion: the first comes from prefill, the others from decoding
-LONGEST_SEQUENCE = 2048  # tokens of a prompt of the run that is walked
+LONGEST_PROMPT = 2048
 FILE = "locate.json"
 Report = dict[str, Any]
 
@@ -58,10 +58,11 @@ class Locator:
         longest = min(config.longest_sequence - tokens, LONGEST if torch.cuda.is_available() else LONGEST_ON_CPU)
         self.prompt = make_prompts(1, hf_config["vocab_size"], longest, config.train.seed)[0]
 
-    def run(self, prompt: Sequence[int] | None = None) -> Rank0[Report]:
-        """Return the report about the first engine that differs, or about the last one. `prompt`: tokens to walk instead of random ones.
-        Raise RunError if an engine fails or cannot record."""
-        chosen = self.prompt if prompt is None else np.array(prompt[: max(1, LONGEST_SEQUENCE - DECODED)], np.int32)
+    def run(self, prompt: Sequence[int] = ()) -> Rank0[Report]:
+        """Return the report about the first engine that differs, or about the last one. `prompt`: rank 0's tokens to walk instead of random
+        ones; those beyond `LONGEST_PROMPT` are not walked. Raise RunError if an engine fails or cannot record."""
+        tokens = run_on_rank0(lambda: list(prompt), list[int])[:LONGEST_PROMPT]
+        chosen = np.array(tokens, np.int32) if tokens else self.prompt
         count = self._engines.run(lambda pool: len(pool.replicas), int)
         for number in range(count):
             report = self._walk(number, chosen)
@@ -179,10 +180,16 @@ def write_report(report: Rank0[Report], file: Path) -> list[str]:
     return report.run(write, list[str])
 
 
-def try_to_locate(locator: Locator, error: RunError, folder: Path, notify: Callable[[str], None]) -> None:
-    """Write `FILE` into the folder of a run that stops with this error. An error here is only noted. Collective."""
+def try_to_locate(locator: Locator, prompts: Sequence[Sequence[int]], folder: Path, notify: Callable[[str], None]) -> None:
+    """Walk prompts until trainer and engine differ, and write `FILE` into the folder of a run that stops because they do. An empty prompt
+    stands for the locator's own. An error here is only noted, so it never hides the run's own error. Collective."""
     try:
-        for line in write_report(locator.run(getattr(error, "prompt", None)), folder / FILE):
+        for prompt in prompts:
+            report = locator.run(prompt)
+            lines = write_report(report, folder / FILE)
+            if report.run(lambda report: report["operator"] is not None, bool):
+                break
+        for line in lines:
             notify(line)
     except Exception as failure:
         notify(f"the difference was not located: {failure}")
