@@ -148,13 +148,20 @@ def find_suspects(graph: PrecisionGraph, op: str, equal: Iterable[str]) -> list[
         if edge.phase == FORWARD:
             sources[edge.target].append((edge.tensor, edge.source))
     order = [node.name for node in graph.nodes if node.op != "weight"]
-    known = {name for each in equal for name in _list_producers(each, sources, order)}
-    pending, suspects = _list_producers(op, sources, order), set[str]()
-    while pending:
-        if (name := pending.pop()) not in suspects and name in order:
-            suspects.add(name)
-            pending += [source for _, source in sources[name] if source not in known]
+    equal, producers = set(equal), _list_producers(op, sources, order)
+    known = _collect_upstream([name for each in equal for name in _list_producers(each, sources, order)], sources)
+    suspects = _collect_upstream(producers, sources) - known | (set(producers) - equal)
     return [name for name in order if name in suspects]
+
+
+def _collect_upstream(names: Iterable[str], sources: Mapping[str, list[tuple[str, str]]]) -> set[str]:
+    """Return the operators with these names, and all on which they depend."""
+    pending, found = list(names), set[str]()
+    while pending:
+        if (name := pending.pop()) not in found:
+            found.add(name)
+            pending += [source for _, source in sources.get(name, ())]
+    return found
 
 
 def _list_producers(op: str, sources: Mapping[str, list[tuple[str, str]]], order: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from megatron_rl.training.locate import Locator, describe
 from parallel.layout import Layout
 
 
-def locate(prompt=None):
+def locate(prompt=()):
     """Return the report about the live engine and trainer of this world, and its text."""
     served = current()
     trainer = served.trainer
@@ -24,43 +24,72 @@ def flip(path, *at, bit=0, **more):
     return {"path": path, "change": "flip", "at": at, "bit": bit, **more}
 
 
-LAYER = "model.layers.{}.".format
-DENSE = [  # (fault, operator, cause)
-    (flip(LAYER(1) + "mlp.down_proj.weight", 3, 7, bit=5), "layers.1.mlp.down", "weights"),
-    (
-        {"path": LAYER(0) + "self_attn.o_proj.weight_scale_inv", "change": "multiply", "at": [0, 0], "by": 2},
-        "layers.0.attention.output",
-        "scale of a weight",
-    ),
-    (flip(LAYER(0) + "mlp.gate_up_proj.weight", 5, 9, bit=6, float_copy=True), "layers.0.mlp.gate_up", "derived tensor"),
-    (
-        {"path": LAYER(1) + "self_attn.qkv_proj.weight", "change": "swap", "first": 0, "second": 256, "count": 128},
-        "layers.1.attention.qkv",
+def multiply(path, *at, by=2.0, **more):
+    return {"path": path, "change": "multiply", "at": at, "by": by, **more}
+
+
+def swap(path, first, second, count=1):
+    return {"path": path, "change": "swap", "first": first, "second": second, "count": count}
+
+
+L0, L1 = "model.layers.0.", "model.layers.1."
+DENSE = {  # fault: (operator, cause)
+    "a bit of a block": (flip(L1 + "mlp.down_proj.weight", 3, 7, bit=5), "layers.1.mlp.down", "weights"),
+    "scale": (multiply(L0 + "self_attn.o_proj.weight_scale_inv", 0, 0), "layers.0.attention.output", "scale of a weight"),
+    "float copy": (flip(L0 + "mlp.gate_up_proj.weight", 5, 9, bit=6, float_copy=True), "layers.0.mlp.gate_up", "derived tensor"),
+    "q and k rows": (swap(L1 + "self_attn.qkv_proj.weight", 0, 256, 128), "layers.1.attention.qkv", "weights"),
+    "layer norm": (flip(L1 + "post_attention_layernorm.weight", 3, bit=5), "layers.1.post_attention_norm", "weights"),
+    "k norm": (flip(L0 + "self_attn.k_norm.weight", 3, bit=5), "layers.0.attention.k_norm", "weights"),
+    "last norm": (flip("model.norm.weight", 3, bit=5), "norm", "weights"),
+    "a row of lm_head": (flip("lm_head.weight", 77, 5, bit=5), "lm_head", "weights"),
+    "a row of the embedding": (flip("model.embed_tokens.weight", 17, 5, bit=5), "embedding", "weights"),
+    "cache": ({"path": "cache", "layer": 1, "by": 2.0}, "layers.1.attention.core", "KV cache"),
+}
+EXPERTS = {
+    "experts exchanged": (
+        swap(f"{L1}mlp.experts.w13_weight+{L1}mlp.experts.w13_weight_scale_inv+{L1}mlp.experts.w2_weight", 0, 1),
+        "layers.1.mlp.experts.gate_up",
         "weights",
     ),
-    (flip(LAYER(1) + "post_attention_layernorm.weight", 3, bit=5), "layers.1.post_attention_norm", "weights"),
-    (flip(LAYER(0) + "self_attn.k_norm.weight", 3, bit=5), "layers.0.attention.k_norm", "weights"),
-    (flip("model.norm.weight", 3, bit=5), "norm", "weights"),
-    (flip("lm_head.weight", 77, 5, bit=5), "lm_head", "weights"),
-    (flip("model.embed_tokens.weight", 17, 5, bit=5), "embedding", "weights"),
-    ({"path": "cache", "layer": 1, "by": 2.0}, "layers.1.attention.core", "KV cache"),
-]
+    "scale of an expert": (multiply(L0 + "mlp.experts.w2_weight_scale_inv", 3, 0, 0), "layers.0.mlp.experts.down", "scale of a weight"),
+    "router": (flip(L0 + "mlp.gate.weight", 2, 9, bit=5), "layers.0.mlp.router", "weights"),
+    "q norm": (flip(L1 + "self_attn.q_norm.weight", 0, bit=5), "layers.1.attention.q_norm", "weights"),
+}
+LATENT = {
+    "w_kc": (multiply(L0 + "self_attn.w_kc", 0, 3, 5, by=-1.0), "layers.0.attention.kv_b.k", "derived tensor"),
+    "w_vc": (multiply(L1 + "self_attn.w_vc", 1, 3, 5, by=-1.0), "layers.1.attention.kv_b.v", "derived tensor"),
+    "kv_b without its copies": (flip(L0 + "self_attn.kv_b_proj.weight", 3, 7, bit=5), "layers.0.attention.kv_b.k", "weights"),
+    "latent norm": (flip(L1 + "self_attn.kv_a_layernorm.weight", 3, bit=5), "layers.1.attention.kv_a_norm", "weights"),
+    "q latents": (flip(L0 + "self_attn.fused_qkv_a_proj_with_mqa.weight", 3, 7, bit=5), "layers.0.attention.q_a", "weights"),
+    "kv latents": (flip(L0 + "self_attn.fused_qkv_a_proj_with_mqa.weight", 131, 7, bit=5), "layers.0.attention.kv_a", "weights"),
+    "router bias": (multiply(L1 + "mlp.gate.e_score_correction_bias", 0, by=-9.0), "layers.1.mlp.router", "weights"),
+    "shared expert": (flip(L1 + "mlp.shared_experts.down_proj.weight", 3, 7, bit=5), "layers.1.mlp.shared_experts.down", "weights"),
+    "cache": ({"path": "cache", "layer": 0, "by": 2.0}, "layers.0.attention.core", "KV cache"),
+}
 
 
-@pytest.mark.parametrize("kind, precision, layout, rollout, faults", [pytest.param("qwen3", FP8, Layout(), {}, DENSE)])
-def test_the_operator_with_a_wrong_tensor_is_named(kind, precision, layout, rollout, faults, tmp_path):
+@pytest.mark.parametrize(
+    "kind, layout, rollout, faults",
+    [
+        ("qwen3", Layout(), {}, DENSE),
+        pytest.param("qwen3_moe", Layout(), {}, EXPERTS, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", Layout(), {}, LATENT, marks=pytest.mark.long),
+    ],
+)
+def test_the_operator_with_a_wrong_tensor_is_named(kind, layout, rollout, faults, tmp_path):
     file = tmp_path / "fault"
     with World(layout.world_size, tmp_path / "world") as world:
         world.call(planted_tensors.launch_planted, file)
-        world.call(trainer_engine.start_architecture, kind, tmp_path, precision, layout, rollout, True)
+        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, True)
         world.call(trainer_engine.sync, 0)
         report, text = world.call(locate)[0]
-        assert report["operator"] is None, text
-        wrong = []
-        for fault, operator, cause in faults:
+        print(text, report["not_compared"], list(report["operators"]))
+        assert report["operator"] is None and report["first"] is None, text
+        wrong = {}
+        for name, (fault, operator, cause) in faults.items():
             planted_tensors.set_fault(file, fault)
             report, text = world.call(locate)[0]
-            print("\n".join([str(fault), *text]))
+            print("\n".join(["", name, *text]))
             if (report["operator"], report["cause"]) != (operator, cause):
-                wrong.append((fault, report["operator"], report["cause"]))
-        assert not wrong
+                wrong[name] = report["operator"], report["cause"]
+        assert wrong == {}
