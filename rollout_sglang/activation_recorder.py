@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.activation_hooks import ENGINE, HookPoint, RankHeads, attach_hooks, list_hook_points, number_columns
-from megatron_rl.precision.sketch import Recording, RowRecorder, Values, add_recordings, pack_recording, unpack_recording
+from megatron_rl.precision.sketch import Recording, RowRecorder, Values, add_recordings, name_copy, pack_recording, unpack_recording
 from rollout_sglang import derived_tensors
 from rollout_sglang.hooks import dequant_cache, tree_reduction
 
@@ -58,8 +58,13 @@ class ActivationRecorder:
 
     def _record(self, op: str, point: HookPoint, tensor: torch.Tensor) -> None:
         kind = point.columns if point.columns != "sum" else "whole" if self._sums_are_whole else ""
-        x = tensor.detach().reshape(self._count, -1) if kind and self._count else None
-        if x is not None and (columns := number_columns(kind, x.shape[1], self._heads)) is not None:
+        if not kind or not self._count:
+            return
+        x = tensor.detach().reshape(self._count, -1)
+        columns = number_columns(kind, x.shape[1], self._heads)
+        if columns is None and kind == "whole":  # rank 0 has the same values, unless something is wrong
+            op, columns = name_copy(op, self._heads.rank), torch.arange(x.shape[1])
+        if columns is not None:
             self._rows.add(op, torch.arange(self._count), x[:, : len(columns)], columns)
 
     def _record_logits(self, _: Any, __: Any, output: Any) -> None:

@@ -78,6 +78,11 @@ Recording = dict[str, RecordedTensor]
 """Operator -> its result, in the order of computation."""
 
 
+def name_copy(op: str, rank: int) -> str:
+    """Return the name under which a rank records a result that it shares with rank 0, whose own has the operator's name."""
+    return f"{op}@{rank}" if rank else op
+
+
 def add_recordings(parts: Sequence[Recording]) -> Recording:
     """Return the recording of a whole model, given those of its ranks."""
     whole: Recording = {}

@@ -22,6 +22,7 @@ from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.passes.activation_hooks import ActivationRecorder
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.precision.sketch import name_copy
 from megatron_rl.rollout.engine import RecordingEngine
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
@@ -129,13 +130,20 @@ def make_report(
         "ids": walk.ids,
         "from_prefix_cache": walk.uncomputed,
         "not_compared": walk.left_out,
-        "operators": {each.op: _describe(each) for each in walk.compared},
+        "operators": {name_copy(each.op, each.rank): _describe(each) for each in walk.compared},
     }
     if first is not None:
         token = first.differing[0]
         phase = "prefill" if token < walk.prompt_tokens else "decoding"
         report["first"] = {
-            **{"result": first.op, "token": token, "id": walk.ids[token], "phase": phase, "dtypes": first.dtypes},
+            **{
+                "result": first.op,
+                "engine_rank": first.rank,
+                "token": token,
+                "id": walk.ids[token],
+                "phase": phase,
+                "dtypes": first.dtypes,
+            },
             "element": element and asdict(element),
         }
     return report
@@ -155,6 +163,7 @@ def describe(report: Report) -> list[str]:
     lines = [f"{report['operator']} is the first operator that differs (engine {report['engine']}; {scope}, {how})."]
     if first := report["first"]:
         where = f"token {first['token']} ({first['phase']}, id {first['id']})"
+        where += f" on engine rank {first['engine_rank']}" if first["engine_rank"] else ""
         lines.append(f"First different result: {first['result']}, {where}" + _describe_element(first, report["kernels"]))
     return [*lines, f"Likely cause: {report['cause']}: {report['why']}.", *(f"Also: {text}." for text in report["also"])]
 

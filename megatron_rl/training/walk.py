@@ -9,6 +9,7 @@ in the last place.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,16 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import Rank0, gather_bytes, gather_from_ranks, is_rank0
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.passes.activation_hooks import ActivationRecorder, record_activations
-from megatron_rl.precision.sketch import RecordedTensor, Recording, Sketch, Values, add_recordings, pack_recording, unpack_recording
+from megatron_rl.precision.sketch import (
+    RecordedTensor,
+    Recording,
+    Sketch,
+    Values,
+    add_recordings,
+    name_copy,
+    pack_recording,
+    unpack_recording,
+)
 from megatron_rl.rollout.engine import RecordingEngine
 from megatron_rl.types import SamplingParams
 
@@ -38,6 +48,7 @@ class Compared:
     differing: list[int]  # those of them that differ
     distance: float  # largest |trainer - engine| / |trainer| over tokens, estimated
     floor: float  # the same for the trainer with noise; 0 where equal bits are promised
+    rank: int = 0  # of the engine, if it has a copy of rank 0's result that differs
 
 
 @dataclass(frozen=True)
@@ -89,32 +100,30 @@ def _sketch_logprobs(logprobs: Sequence[float], length: int) -> RecordedTensor:
 def compare(trainer: Recording, engine: Recording, noisy: Recording | None) -> tuple[list[Compared], list[str]]:
     """Return the operators that both recorded in the trainer's order, and the names of the others. `noisy`: the trainer's recording with
     noise, or None to compare bits."""
-    compared, left_out = [], [op for op in engine if op not in trainer]
+    copies = defaultdict[str, list[tuple[int, RecordedTensor]]](list)
+    for name, tensor in engine.items():
+        op, _, rank = name.partition("@")
+        copies[op].append((int(rank or 0), tensor))
+    compared, left_out = list[Compared](), [op for op in copies if op not in trainer]
     for op, own in trainer.items():
-        other = engine.get(op)
-        same = own.sketch.exact[:, 1] > 0 if other is None else own.sketch.exact[:, 1] == other.sketch.exact[:, 1]
-        both = same & (own.sketch.exact[:, 1] > 0) & (torch.zeros(len(same)).bool() if other is None else True)
-        if other is None or not both.any():
-            left_out.append(op)
-            continue
-        distances = measure_distances(own.sketch, other.sketch)
-        floor = 0.0
-        if noisy is None:
-            differs = own.sketch.exact[:, 0] != other.sketch.exact[:, 0]
-        else:
-            floor = float(measure_distances(own.sketch, noisy[op].sketch)[both].max())
-            differs = ~(distances <= NOISE_MARGIN * floor)
-        compared.append(
-            Compared(
-                op,
-                (own.dtype, other.dtype),
-                both.nonzero().flatten().tolist(),
-                (both & differs).nonzero().flatten().tolist(),
-                float(distances[both].max()),
-                floor,
-            )
-        )
+        results = [_compare_tensor(op, own, other, noisy and noisy[op], rank) for rank, other in copies[op]]
+        whole = [result for result in results if result is not None]
+        compared += [result for result in whole if result.rank == 0 or result.differing]
+        left_out += [] if whole else [op]
     return compared, left_out
+
+
+def _compare_tensor(op: str, own: RecordedTensor, other: RecordedTensor, noisy: RecordedTensor | None, rank: int) -> Compared | None:
+    """Return None if no token was recorded on both sides with the same number of columns."""
+    (digests, counts), (other_digests, other_counts) = (tensor.sketch.exact.unbind(1) for tensor in (own, other))
+    both = (counts > 0) & (counts == other_counts)
+    if not both.any():
+        return None
+    distances = measure_distances(own.sketch, other.sketch)
+    floor = 0.0 if noisy is None else float(measure_distances(own.sketch, noisy.sketch)[both].max())
+    differs = digests != other_digests if noisy is None else ~(distances <= NOISE_MARGIN * floor)
+    tokens, differing = (each.nonzero().flatten().tolist() for each in (both, both & differs))
+    return Compared(op, (own.dtype, other.dtype), tokens, differing, float(distances[both].max()), floor, rank)
 
 
 def measure_distances(one: Sketch, other: Sketch) -> torch.Tensor:
@@ -160,17 +169,17 @@ def read_element(found: Rank0[Walk], recorder: ActivationRecorder, engine: Rank0
     place = found.run(lambda walk: None if walk.first is None else (walk.first.op, walk.first.differing[0]), tuple[str, int] | None)
     if place is None or place[0] == LOGPROBS:
         return None
-    parts = gather_from_ranks(tuple(recorder.rows.get_values(*place)), tuple[list[int], list[float]])
+    parts = gather_from_ranks(recorder.rows.get_values(*place), Values)
     if not is_rank0():
         return None
-    own, other = _join([Values(*part) for part in parts]), _join(engine.value.read_recorded_values(*place))
+    first = found.value.first
+    assert first is not None
+    own, other = _join(parts), _join(engine.value.read_recorded_values(name_copy(first.op, first.rank), place[1]))
     columns = sorted(own.keys() & other.keys())
     differing = [column for column in columns if own[column] != other[column]]
     if not differing:
         return None
     largest = max(abs(own[column] - other[column]) for column in differing)
-    first = found.value.first
-    assert first is not None
     digits = min(_MANTISSA.get(dtype, 24) for dtype in first.dtypes)
     unit = max(abs(value) for value in own.values()) * 2.0 ** (1 - digits)
     return Element(len(columns), len(differing), differing[0], own[differing[0]], other[differing[0]], largest, largest / max(unit, 1e-300))

@@ -65,7 +65,7 @@ class Planter:
                     original(runner, batch, *args, **named)
                 self._plant(runner.model, **{name: value for name, value in fault.items() if name != "rank"})
         if fault is not None and fault["path"] == "cache" and batch.forward_mode.is_decode():
-            runner.token_to_kv_pool.get_key_buffer(fault["layer"]).mul_(fault["by"])
+            runner.token_to_kv_pool.get_key_buffer(fault["layer"]).view(torch.uint8).zero_()
         return original(runner, batch, *args, **named)
 
     def _undo(self):

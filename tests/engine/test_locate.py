@@ -16,8 +16,7 @@ def locate(prompt=()):
     served = current()
     trainer = served.trainer
     locator = Locator(served.config, trainer.actor, served.rank0_engines, served.plan(), trainer.collect_named_tensors, trainer.hf_config)
-    report = locator.run(prompt)
-    return report.run(lambda report: [report, describe(report)], list)
+    return locator.run(prompt).run(lambda report: [report, describe(report)], list)
 
 
 def flip(path, *at, bit=0, **more):
@@ -43,7 +42,7 @@ DENSE = {  # fault: (operator, cause)
     "last norm": (flip("model.norm.weight", 3, bit=5), "norm", "weights"),
     "a row of lm_head": (flip("lm_head.weight", 77, 5, bit=5), "lm_head", "weights"),
     "a row of the embedding": (flip("model.embed_tokens.weight", 17, 5, bit=5), "embedding", "weights"),
-    "cache": ({"path": "cache", "layer": 1, "by": 2.0}, "layers.1.attention.core", "KV cache"),
+    "cache": ({"path": "cache", "layer": 1}, "layers.1.attention.core", "KV cache"),
 }
 EXPERTS = {
     "experts exchanged": (
@@ -64,27 +63,59 @@ LATENT = {
     "kv latents": (flip(L0 + "self_attn.fused_qkv_a_proj_with_mqa.weight", 131, 7, bit=5), "layers.0.attention.kv_a", "weights"),
     "router bias": (multiply(L1 + "mlp.gate.e_score_correction_bias", 0, by=-9.0), "layers.1.mlp.router", "weights"),
     "shared expert": (flip(L1 + "mlp.shared_experts.down_proj.weight", 3, 7, bit=5), "layers.1.mlp.shared_experts.down", "weights"),
-    "cache": ({"path": "cache", "layer": 0, "by": 2.0}, "layers.0.attention.core", "KV cache"),
+    "cache": ({"path": "cache", "layer": 0}, "layers.0.attention.core", "KV cache"),
 }
 
 
+SHARDED = {
+    "a bit on the second rank": (flip(L1 + "mlp.gate_up_proj.weight", 200, 7, bit=5, rank=1), "layers.1.mlp.gate_up", "weights"),
+    "columns of the second rank": (flip(L0 + "self_attn.o_proj.weight", 3, 7, bit=5, rank=1), "layers.0.attention.output", "weights"),
+    "keys of the second rank": (flip(L0 + "self_attn.qkv_proj.weight", 130, 7, bit=5, rank=1), "layers.0.attention.qkv", "weights"),
+    "norm on the second rank": (flip(L0 + "input_layernorm.weight", 3, bit=5, rank=1), "layers.0.input_norm", "weights"),
+    "a row of lm_head": (flip("lm_head.weight", 7, 5, bit=5, rank=1), "lm_head", "weights"),
+}
+SHARDED_EXPERTS = {
+    "keys of the second rank": SHARDED["keys of the second rank"],
+    "an expert": (multiply(L1 + "mlp.experts.w13_weight_scale_inv", 5, 1, 0, rank=1), "layers.1.mlp.experts.gate_up", "scale of a weight"),
+    "router": (flip(L0 + "mlp.gate.weight", 2, 9, bit=5, rank=0), "layers.0.mlp.router", "weights"),
+}
+CACHE = {
+    "KV scale": (multiply(L1 + "self_attn.attn.kv_scales", 0), "layers.1.attention.core", "KV scale"),
+    "cache": ({"path": "cache", "layer": 0}, "layers.0.attention.core", "KV cache"),
+}
+COARSE = {name: DENSE[name] for name in ("scale", "q and k rows", "a bit of a block", "a row of the embedding", "layer norm")}
+FAST = {"mode": "fp8_unified", "high": "bf16", "reduction": "fast"}
+LONG = [
+    ("qwen3_moe", FP8, Layout(), {}, EXPERTS),
+    ("deepseek_v3", FP8, Layout(), {}, LATENT),
+    ("qwen3", FP8, Layout(pp=2), {"tp": 2}, SHARDED),
+    ("qwen3_moe", FP8, Layout(tp=2, ep=2, etp=1), {"tp": 2}, SHARDED_EXPERTS),
+    ("qwen3", FP8 | {"kv": "e4m3_per_layer"}, Layout(), {}, CACHE),
+    ("qwen3", FAST, Layout(), {"tp": 2}, COARSE),
+    ("qwen3", {"mode": "fp8_rollout", "high": "fp32"}, Layout(), {}, COARSE),
+]
+
+
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "kind, layout, rollout, faults",
-    [
-        ("qwen3", Layout(), {}, DENSE),
-        pytest.param("qwen3_moe", Layout(), {}, EXPERTS, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", Layout(), {}, LATENT, marks=pytest.mark.long),
-    ],
+    "kind, precision, layout, rollout, faults",
+    [("qwen3", FP8, Layout(), {}, DENSE), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)],
 )
-def test_the_operator_with_a_wrong_tensor_is_named(kind, layout, rollout, faults, tmp_path):
+def test_the_operator_with_a_wrong_tensor_is_named(kind, precision, layout, rollout, faults, tmp_path):
     file = tmp_path / "fault"
     with World(layout.world_size, tmp_path / "world") as world:
         world.call(planted_tensors.launch_planted, file)
-        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, True)
+        world.call(trainer_engine.start_architecture, kind, tmp_path, precision, layout, rollout, True)
         world.call(trainer_engine.sync, 0)
         report, text = world.call(locate)[0]
-        print(text, report["not_compared"], list(report["operators"]))
+        print(
+            text,
+            report["not_compared"],
+            list(report["operators"]),
+            max((each["distance"] / max(each["floor"], 1e-30), op, each) for op, each in report["operators"].items()),
+        )
         assert report["operator"] is None and report["first"] is None, text
+        assert report["bitwise"] == (precision is not FAST)
         wrong = {}
         for name, (fault, operator, cause) in faults.items():
             planted_tensors.set_fault(file, fault)

@@ -25,7 +25,8 @@ class ActivationRecorder:
         """With `noise`, every result of a module changes by a random number of up to one unit in the last place of its dtype, relative to
         the larger of its magnitude and its row's root mean square."""
         config = policy.chunks[0].config
-        keys = 1 if config.multi_latent_attention else config.num_query_groups
+        latent = config.multi_latent_attention
+        keys, self._others = (1, (".q_norm",)) if latent else (config.num_query_groups, (".q_a", ".q_a_norm"))
         group = parallel_state.get_tensor_model_parallel_group()
         self.heads = RankHeads(group.rank(), group.size(), config.num_attention_heads, keys)
         self.rows, self._noise, self._group = RowRecorder(), noise, group
@@ -40,14 +41,14 @@ class ActivationRecorder:
 
     def record(self, op: str, point: HookPoint, tensor: torch.Tensor) -> torch.Tensor | None:
         """Record a result `[t, 1, ...]`, `[t, ...]`, or under sequence parallelism its part `[t / tp, ...]`."""
+        if op == "layers.0.input" or op.endswith(self._others):
+            return None  # the embedding, and operators of the other kind of attention, whose modules have the same names
         kind, rank = "whole" if point.columns == "sum" else point.columns, self.heads.rank
         parts = len(self._tokens) // max(len(tensor), 1)
         own = self._tokens.chunk(parts)[rank] if parts > 1 else self._tokens
         x = tensor.flatten(1)
-        if kind == "qkv":
-            columns = self._number_mixed(x.shape[1])
-        else:
-            columns = number_columns(kind, x.shape[1], self.heads if parts <= 1 else self.heads._replace(rank=0))
+        heads = self.heads if parts <= 1 else self.heads._replace(rank=0)  # under sequence parallelism, every rank has rows of its own
+        columns = self._number_mixed(x.shape[1]) if kind == "qkv" else number_columns(kind, x.shape[1], heads)
         if columns is not None:
             self._add(op, own, x, columns)
         return self._disturb(op, tensor) if self._noise and point.place == "out" and tensor.dim() and not op.endswith("router") else None
