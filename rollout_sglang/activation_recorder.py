@@ -3,7 +3,7 @@
 Requests, as in `rollout_sglang.rank_handler`:
 
     {"verb": "record"}                                  starts recording on this rank; a previous recording is dropped
-    {"verb": "recording", "ids": [...]}                 -> "recording": sketches of this sequence's tokens, in base64
+    {"verb": "recording", "ids": [...], "prompt": N}    -> "recording": sketches of this sequence's tokens, in base64
     {"verb": "recorded values", "op": OP, "token": N}   -> "columns", "values": this rank's part of a token of that sequence, as JSON
     {"verb": "stop recording"}
     {"verb": "stale"}                                   -> name of a derived tensor: how it differs from one that is derived anew
@@ -72,9 +72,9 @@ class ActivationRecorder:
         if logits is not None and self._heads.rank == 0:
             self._rows.add("lm_head", self._last, logits.detach(), torch.arange(logits.shape[1]))
 
-    def read(self, ids: Sequence[int]) -> Recording:
+    def read(self, ids: Sequence[int], prompt_tokens: int) -> Recording:
         """Return the recording of the tokens that were computed for a sequence, whose last token is no input. Tokens from the prefix cache
-        have none. Raise ValueError if no request had these tokens."""
+        and of CUDA graphs, which run no hooks, have none. Raise ValueError if no request had these tokens."""
         rows_of: dict[int, dict[int, int]] = {}
         streams = list[dict[int, int]]()
         for row, (request, position, _) in enumerate(self._tokens):
@@ -84,7 +84,7 @@ class ActivationRecorder:
             rows_of[request][position] = row
         for stream in reversed(streams):
             places = [position for position in stream if position < len(ids) - 1]
-            if len(ids) - 2 in stream and all(self._tokens[stream[position]][2] == ids[position] for position in places):
+            if prompt_tokens - 1 in stream and all(self._tokens[stream[position]][2] == ids[position] for position in places):
                 self._sequence = torch.tensor([stream.get(position, self._rows.total) for position in range(len(ids) - 1)])
                 return self._rows.select(self._sequence)
         raise ValueError("no request with these tokens was recorded")
@@ -113,7 +113,7 @@ class RecordingRank:
         if self._recorder is None:
             raise ValueError("nothing is recorded: send record first")
         if verb == "recording":
-            return {"recording": base64.b64encode(pack_recording(self._recorder.read(request["ids"]))).decode()}
+            return {"recording": base64.b64encode(pack_recording(self._recorder.read(request["ids"], request["prompt"]))).decode()}
         values = self._recorder.get_values(request["op"], request["token"])
         return {"columns": json.dumps(values.columns), "values": json.dumps(values.values)}
 
@@ -142,8 +142,8 @@ class RecordingRequests:
     def start_recording(self) -> None:
         self._ask_ranks({"verb": "record"})
 
-    def read_recording(self, ids: Sequence[int]) -> Recording:
-        answers = self._ask_ranks({"verb": "recording", "ids": list(ids)})
+    def read_recording(self, ids: Sequence[int], prompt_tokens: int) -> Recording:
+        answers = self._ask_ranks({"verb": "recording", "ids": list(ids), "prompt": prompt_tokens})
         return add_recordings([unpack_recording(base64.b64decode(rank["recording"])) for rank in answers])
 
     def read_recorded_values(self, op: str, token: int) -> list[Values]:

@@ -168,8 +168,8 @@ class RecordingEngine(Protocol):
     def start_recording(self) -> None:
         """Start recording what the operators of every rank compute, in all requests."""
 
-    def read_recording(self, ids: Sequence[int]) -> "Recording":
-        """Return the recording of the request whose prompt and completion are `ids`, for all tokens but the last."""
+    def read_recording(self, ids: Sequence[int], prompt_tokens: int) -> "Recording":
+        """Return the recording of the newest request whose prompt and completion are `ids`, for all tokens but the last."""
 
     def read_recorded_values(self, op: str, token: int) -> "list[Values]":
         """Return each rank's part of an operator's result for a token of the sequence that was read last."""

@@ -192,7 +192,7 @@ def diagnose(walk: Walk, element: Element | None, graph: PrecisionGraph, finding
             return None
         operator, finding = min(wrong, key=lambda pair: order.index(pair[0]))
         others = [each.text for each in findings if each is not finding]
-        return Diagnosis(operator, finding.cause, f"{finding.text}; this prompt does not reach the difference", others)
+        return Diagnosis(operator, finding.cause, f"{finding.text}; no result of this prompt shows it", others)
     equal = [each.op for each in walk.compared[: walk.compared.index(first)] if each.op != first.op]
     suspects = find_suspects(graph, LOGPROBS if first.op == LOGPROBS else first.op, equal)
     for operator in suspects:

@@ -33,7 +33,7 @@ from megatron_rl.precision.sketch import (
 from megatron_rl.rollout.engine import RecordingEngine
 from megatron_rl.types import SamplingParams
 
-NOISE_MARGIN = 8.0
+NOISE_MARGIN = 3.0
 LOGPROBS = "logprobs"
 _MANTISSA = {"bf16": 8, "fp16": 11, "fp32": 24}
 
@@ -72,7 +72,7 @@ def ask_engine(engine: RecordingEngine, prompt: np.ndarray, sampling: SamplingPa
     engine.start_recording()
     ((generation,),) = engine.answer_canary([prompt], sampling)  # type: ignore[attr-defined]
     ids = [*prompt.tolist(), *generation.output_ids_T.tolist()]
-    return ids, generation.logprobs_T.tolist(), engine.read_recording(ids)
+    return ids, generation.logprobs_T.tolist(), engine.read_recording(ids, len(prompt))
 
 
 def record_trainer(policy: Policy, ids: Sequence[int], prompt_tokens: int, noise: bool = False) -> tuple[Recording, ActivationRecorder]:

@@ -38,18 +38,20 @@ def test_the_tokens_of_one_sequence_are_found_among_those_of_other_requests():
     model, rank = make_model(), RecordingRank()
     runner = SimpleNamespace(model=model, _weight_checker=SimpleNamespace(_placement={"tp_size": 1}))
     with pytest.raises(ValueError, match="nothing is recorded"):
-        rank.answer({"verb": "recording", "ids": [1, 2]}, 0, runner)
+        rank.answer({"verb": "recording", "ids": [1, 2], "prompt": 1}, 0, runner)
     rank.answer({"verb": "record"}, 0, runner)
     serve(model, [3, 3, 5, 5, 5], [1, 2, 0, 1, 2], [11, 12, 20, 11, 12], decodes=False)  # token 0 of request 3 was cached
     serve(model, [3, 5], [3, 3], [13, 23], decodes=True)
     serve(model, [3], [4], [14], decodes=True)  # beyond the end
-    rank.answer({"verb": "recording", "ids": [10, 11, 12, 13, 99]}, 0, runner)
-    read = {name: rank._recorder.read([10, 11, 12, 13, 99])[name].sketch.exact[:, 1].tolist() for name in ("norm", "norm.input", "lm_head")}
+    rank.answer({"verb": "recording", "ids": [10, 11, 12, 13, 99], "prompt": 3}, 0, runner)
+    read = {
+        name: rank._recorder.read([10, 11, 12, 13, 99], 3)[name].sketch.exact[:, 1].tolist() for name in ("norm", "norm.input", "lm_head")
+    }
     assert read == {"norm": [0, 1, 1, 1], "norm.input": [0, 1, 1, 1], "lm_head": [0, 0, 2, 2]}
     values = [rank.answer({"verb": "recorded values", "op": "norm", "token": token}, 0, runner) for token in (0, 3)]
     assert values == [{"columns": "[]", "values": "[]"}, {"columns": "[0]", "values": "[26.0]"}]
     with pytest.raises(ValueError, match="no request with these tokens"):
-        rank.answer({"verb": "recording", "ids": [10, 11, 99, 13, 99]}, 0, runner)
+        rank.answer({"verb": "recording", "ids": [10, 11, 99, 13, 99], "prompt": 3}, 0, runner)
     rank.answer({"verb": "stop recording"}, 0, runner)
     assert not model.model._forward_pre_hooks and not model.model.norm._forward_hooks and not model.logits_processor._forward_hooks
 

@@ -103,7 +103,7 @@ def test_the_first_suspect_with_a_finding_is_named_and_else_the_kind_of_differen
     assert causes == ["order of a sum", "kernel"]
     assert diagnose(make_walk({0}, op=LOGPROBS), None, graph, []).cause == "sampling"
     unreached = diagnose(make_walk(set()), None, graph, [later])
-    assert unreached.operator == "layers.2.mlp.down" and "does not reach" in unreached.text
+    assert unreached.operator == "layers.2.mlp.down" and "no result of this prompt shows it" in unreached.text
     assert diagnose(make_walk(set()), None, graph, []) is None
 
 
