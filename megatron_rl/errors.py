@@ -90,6 +90,10 @@ class EngineLostError(RunError):
     """Raised if an engine or the connection to it is lost. The call can be repeated with a replacement engine."""
 
 
+class MismatchError(RunError):
+    """Raised if trainer and engine give a token other log-probs than the run allows."""
+
+
 class AbortedError(Exception):
     """Raised if a call is ended by the caller's own `Abort`, so its result is not needed."""
 

@@ -22,6 +22,7 @@ from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
 from megatron_rl.types import Generation, SamplingParams
+from rollout_sglang.activation_recorder import RecordingRequests
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
@@ -36,7 +37,7 @@ _REPEATABLE = ("/flush_cache", "/update_weight_version", "/abort_request")  # re
 _UNPARSED = (400, 422, 500)  # what SGLang answers if it cannot parse a response, or the schemas of an agent
 
 
-class SGLangEngine(RankRequests):
+class SGLangEngine(RankRequests, RecordingRequests):
     """Client of one engine. Creating it launches the engine's server. All calls are bounded by `rollout.request_timeout`, and pings watch
     the engine during each of them, so that a hang is noticed after `rollout.health_timeout`. An engine is lost if its server ended, does
     not answer or dropped the connection. Calls raise EngineLostError from then on."""

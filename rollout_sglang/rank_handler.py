@@ -20,8 +20,7 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
     {"verb": "release"}                    frees the memory of the KV cache
     {"verb": "resume"}                     allocates it again
-    {"verb": "tap"}                        starts recording the outputs of operators (`ActivationRecorder`)
-    {"verb": "untap", "folder": PATH}      -> "file": the recording
+    and those of `rollout_sglang.activation_recorder`
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from megatron_rl.hf.vocabulary import make_vocabulary
-from megatron_rl.precision.activation_hooks import ENGINE, attach_hooks, layer_hook_points
 from megatron_rl.precision.graph.graph import GRAPH_JSON
 from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
@@ -47,7 +43,7 @@ from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
 from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link
-from rollout_sglang import precision_graph
+from rollout_sglang import activation_recorder, precision_graph
 from rollout_sglang.derived_tensors import ServedTensors
 from rollout_sglang.hooks import dequant_cache, e4m3_cache, gpu_activation_quant
 from rollout_sglang.proved_regions import ProvedRegions, find_padding
@@ -64,8 +60,6 @@ PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 _released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
-MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
-HOOK_POINTS = (("embedding", None, "model.embed_tokens"), *layer_hook_points(ENGINE), ("norm", 1, "logits_processor"))
 
 
 class RankHandler:
@@ -73,10 +67,12 @@ class RankHandler:
 
     _receiver: WeightReceiver | None = None  # connection to the trainer
     _regions: ProvedRegions | None = None  # of the same connection
-    _recorder: ActivationRecorder | None = None
     _served: ServedTensors | None = None
     _keeps_copies = False  # whether layers keep float values of quantized weights
     tokenizer: Any = None  # the scheduler's
+
+    def __init__(self) -> None:
+        self._recording = activation_recorder.RecordingRank()
 
     def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
         """Return the rank's answer to a request. Raise ValueError if the request is invalid. Errors of the transport are passed on."""
@@ -113,16 +109,8 @@ class RankHandler:
                 release_cache(runner.token_to_kv_pool)
             case "resume":
                 restore_cache()
-            case "tap":
-                if self._recorder is not None:
-                    self._recorder.stop()
-                self._recorder = ActivationRecorder(model)
-            case "untap":
-                file, recorder, self._recorder = Path(request["folder"]) / f"rank{rank}.safetensors", self._recorder, None
-                if recorder is None:
-                    raise ValueError("nothing is recorded: send tap first")
-                recorder.write(file)
-                return {"file": str(file)}
+            case verb if verb in activation_recorder.VERBS:
+                return self._recording.answer(request, rank, runner)
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
@@ -320,66 +308,6 @@ class RankRequests:
         answers = self._ask_ranks({"verb": "copies"})
         return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
 
-    def tap(self) -> None:
-        """Start recording the outputs of operators on every rank."""
-        self._ask_ranks({"verb": "tap"})
-
-    def untap(self, folder: Path) -> list[Path]:
-        """Stop recording and return the files, which the ranks write into this folder on the engine's machine."""
-        return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
-
 
 def _list_digests(answers: list[dict[str, str]]) -> dict[int, list[str]]:
     return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
-
-
-class ActivationRecorder:
-    """Records the outputs of a model's operators: a file with a row per token in the order of serving. `requests` (SGLang's slot of the
-    request), `positions` and `tokens`, int64 `[T]`; `logit_rows`, the rows of the tokens that have logits; operator -> `[T, columns]`."""
-
-    def __init__(self, model: Any) -> None:
-        self._passes: list[dict[str, torch.Tensor]] = []
-        self._bytes = 0
-        self._handles = [
-            model.model.register_forward_pre_hook(self._begin),
-            *attach_hooks(model, HOOK_POINTS, self._record),
-            model.logits_processor.register_forward_hook(lambda _, __, output: self._record("lm_head", output.next_token_logits)),
-        ]
-
-    def _begin(self, _: Any, inputs: tuple[Any, ...]) -> None:
-        """Record the tokens of a forward pass, with their requests and positions."""
-        tokens, positions, batch = inputs[:3]
-        lengths = torch.ones_like(batch.req_pool_indices) if batch.forward_mode.is_decode() else batch.extend_seq_lens
-        self._passes.append({})
-        self._record("requests", batch.req_pool_indices.long().repeat_interleave(lengths.long()))
-        self._record("positions", positions.long())
-        self._record("tokens", tokens.long())
-        self._record("logit_rows", lengths.long().cumsum(0) - 1)
-
-    def _record(self, name: str, values: torch.Tensor) -> None:
-        if self._handles and self._bytes + values.nbytes > MAX_RECORDED_BYTES:
-            self.stop()
-            self._passes.pop()  # the incomplete pass
-        if not self._handles:
-            return
-        record = self._passes[-1]
-        rows = len(record["tokens"]) if "tokens" in record and name not in ("lm_head", "logit_rows") else len(values)
-        record[name] = values.detach().reshape(rows, -1).squeeze(-1).cpu().clone()  # SGLang computes in place
-        self._bytes += values.nbytes
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def write(self, file: Path) -> None:
-        """Stop recording and write `file`. Raise FileExistsError if it exists."""
-        self.stop()
-        if file.exists():
-            raise FileExistsError(file)
-        first = 0
-        for record in self._passes:
-            record["logit_rows"] += first
-            first += len(record["tokens"])
-        names = self._passes[0] if self._passes else {}
-        save_file({name: torch.cat([record[name] for record in self._passes]) for name in names}, file)

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | plan | rehearse | graph | export | serve | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | rehearse | graph | locate | export | serve | report | doctor`.
 
 Each command imports its implementation only when it runs, so that `--help` and invalid configurations do not import torch. Expected errors
 print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C.
@@ -172,6 +172,27 @@ def graph(
 
         matches = show_graph(loaded_config, svg, json)
     if not matches:
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def locate(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CONFIG", help="Run folder, or TOML file of a run.", show_default=False)],
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to walk instead of random tokens.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
+) -> None:
+    """Walk trainer and engine through one prompt, and name the first operator, layer, token and element that differ, with the likely cause.
+    A run's newest checkpoint is loaded. Exit with 1 if anything differs."""
+    with expected_errors():
+        from megatron_rl.cli.run_settings import read_settings
+
+        loaded_config, run = read_settings(source, overrides or [])
+        require_packages("locate", *_TRAINING)
+        from megatron_rl.cli.locate import locate_difference
+
+        is_equal = locate_difference(loaded_config, run, prompt, json)
+    if not is_equal:
         raise typer.Exit(1)
 
 

@@ -1,66 +1,155 @@
-"""Records inputs and outputs of a running model's operators with PyTorch hooks on modules that are found by name.
+"""Records results of a running model's operators with PyTorch hooks on modules that are found by name, in trainer and engine.
 
-Trainer and engine name operators as the precision graph does, so their recordings can be compared.
+Operators have the names of the precision graph, with five more: `input` of a layer and `norm.input` are the residual stream,
+`attention.rope.q` and `attention.rope.k` are queries and keys as the attention gets them, and `mlp` is the result of dense MLP or experts.
+`attention.core` is the input of the output projection, `mlp.router` the weights of a token's experts.
 """
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 TRAINER, ENGINE = 0, 1
-HookPoint = tuple[str, int | None, str]
-"""(operator whose result is recorded, index of the positional argument that holds it or None for the module's output, module). In both
-names `*` stands for the number of a layer. Of an output tuple, the first element is recorded."""
+
+
+class HookPoint(NamedTuple):
+    """Where an operator's result is seen on one side."""
+
+    op: str
+    columns: str  # how tensor-parallel ranks share its columns (`number_columns`)
+    module: str  # pattern of the module's name, in which a group stands for the number of the layer
+    place: str  # "out" or "out1": the module's output, or the second of its outputs; "in0", "in1": a positional argument
+
+
 _LAYERS = "decoder.layers.*.", "model.layers.*."
-_LAYER_POINTS = (  # (operator, argument, Megatron's module, SGLang's module)
-    ("input_norm", 0, "self_attention.linear_qkv", "self_attn.qkv_proj"),
-    ("attention.qkv", None, "self_attention.linear_qkv", "self_attn.qkv_proj"),
-    ("attention.q_norm", None, "self_attention.q_layernorm", "self_attn.q_norm"),
-    ("attention.k_norm", None, "self_attention.k_layernorm", "self_attn.k_norm"),
-    ("attention.q_a", 0, "self_attention.q_layernorm", "self_attn.q_a_layernorm"),
-    ("attention.q_a_norm", None, "self_attention.q_layernorm", "self_attn.q_a_layernorm"),
-    ("attention.q_b", None, "self_attention.linear_q_up_proj", "self_attn.q_b_proj"),
-    ("attention.kv_a", 0, "self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
-    ("attention.kv_a_norm", None, "self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
-    ("attention.rope.q", 0, "self_attention.core_attention", "self_attn.attn"),
-    ("attention.rope.k", 1, "self_attention.core_attention", "self_attn.attn"),
-    ("attention.rope.q", 0, "self_attention.core_attention", "self_attn.attn_mqa"),
-    ("attention.rope.k", 1, "self_attention.core_attention", "self_attn.attn_mqa"),
-    ("attention.core", 0, "self_attention.linear_proj", "self_attn.o_proj"),
-    ("attention.output", None, "self_attention.linear_proj", "self_attn.o_proj"),
-    ("post_attention_norm", 0, "mlp.linear_fc1", "mlp.gate_up_proj"),
-    ("post_attention_norm", 0, "mlp.router", "mlp.gate"),
-    ("mlp.gate_up", None, "mlp.linear_fc1", "mlp.gate_up_proj"),
-    ("mlp.swiglu", 0, "mlp.linear_fc2", "mlp.down_proj"),
-    ("mlp.down", None, "mlp.linear_fc2", "mlp.down_proj"),
-    ("mlp", None, "mlp", "mlp"),
-)
+_TABLE = """
+    input                       whole  input_layernorm:in0                   input_layernorm:out1
+    input_norm                  whole  input_layernorm:out                   input_layernorm:out
+    attention.qkv               qkv    self_attention.linear_qkv:out         self_attn.qkv_proj:out
+    attention.q_norm            split  self_attention.q_layernorm:out        self_attn.q_norm:out
+    attention.k_norm            kv     self_attention.k_layernorm:out        self_attn.k_norm:out
+    attention.q_a               whole  self_attention.q_layernorm:in0        self_attn.q_a_layernorm:in0
+    attention.q_a_norm          whole  self_attention.q_layernorm:out        self_attn.q_a_layernorm:out
+    attention.q_b               split  self_attention.linear_q_up_proj:out   self_attn.q_b_proj:out
+    attention.q_b               split  self_attention.linear_q_proj:out      self_attn.q_proj:out
+    attention.kv_a              whole  self_attention.kv_layernorm:in0       self_attn.kv_a_layernorm:in0
+    attention.kv_a_norm         whole  self_attention.kv_layernorm:out       self_attn.kv_a_layernorm:out
+    attention.rope.q            split  self_attention.core_attention:in0     self_attn.attn:in0 self_attn.attn_mqa:in0
+    attention.rope.k            kv     self_attention.core_attention:in1     self_attn.attn:in1 self_attn.attn_mqa:in1
+    attention.core              split  self_attention.linear_proj:in0        self_attn.o_proj:in0
+    attention.output            sum    self_attention.linear_proj:out        self_attn.o_proj:out
+    attention.post_norm         whole  self_attn_bda.norm:out                post_self_attn_layernorm:out
+    attention.residual          whole  pre_mlp_layernorm:in0                 post_attention_layernorm:out1
+    post_attention_norm         whole  pre_mlp_layernorm:out                 post_attention_layernorm:out
+    mlp.gate_up                 pairs  mlp.linear_fc1:out                    mlp.gate_up_proj:out
+    mlp.swiglu                  split  mlp.linear_fc2:in0                    mlp.down_proj:in0
+    mlp.down                    sum    mlp.linear_fc2:out                    mlp.down_proj:out
+    mlp.router                  whole  mlp.router:out                        mlp.topk:out
+    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out     mlp.shared_experts.gate_up_proj:out
+    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0     mlp.shared_experts.down_proj:in0
+    mlp                         sum    mlp:out                               mlp:out
+    mlp.post_norm               whole  mlp_bda.norm:out                      post_mlp_layernorm:out
+"""
+_ENDS = """
+    embedding                   whole  embedding:out                         model.embed_tokens:out
+    norm.input                  whole  decoder.final_layernorm:in0           model.norm:out1
+    norm                        whole  decoder.final_layernorm:out           model.norm:out
+"""
 
 
-def layer_hook_points(side: int) -> list[HookPoint]:
-    """Return the points of every layer on one side, TRAINER or ENGINE."""
-    return [(f"layers.*.{op}", argument, _LAYERS[side] + modules[side]) for op, argument, *modules in _LAYER_POINTS]
+def list_hook_points(side: int) -> list[HookPoint]:
+    """Return the points of one side, TRAINER or ENGINE. In their names, `*` stands for the number of a layer."""
+    points = []
+    for table, prefix, path in ((_TABLE, "layers.*.", _LAYERS[side]), (_ENDS, "", "")):
+        for op, columns, trainer, *engine in map(str.split, table.strip().splitlines()):
+            for text in engine if side == ENGINE else [trainer]:
+                module, _, place = text.partition(":")
+                points.append(HookPoint(prefix + op, columns, path + module, place))
+    return points
 
 
-def attach_hooks(model: torch.nn.Module, points: Iterable[HookPoint], record: Callable[[str, torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call `record(operator, tensor)` at every point whose module the model has, whenever that module runs, until `remove()` is called on
-    the returned handles."""
+def attach_hooks(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+    points: Iterable[HookPoint],
+    record: Callable[[str, HookPoint, torch.Tensor], torch.Tensor | None],
+) -> list[RemovableHandle]:
+    """Call `record(operator, point, tensor)` at every point, whenever the module runs, until `remove()` is called on the returned handles.
+    What it returns for a module's output, if anything, replaces that output. `modules`: names over the whole model."""
     handles = []
-    for op, argument, path in points:
-        pattern = re.compile(re.escape(path).replace(r"\*", r"(\d+)"))
-        for name, module in model.named_modules():
+    patterns = [(point, re.compile(re.escape(point.module).replace(r"\*", r"(\d+)"))) for point in points]
+    for name, module in modules:
+        for point, pattern in patterns:
             if match := pattern.fullmatch(name):
-                hook = _make_hook(op.replace("*", match.group(1)) if match.groups() else op, argument, record)
-                handles.append(module.register_forward_hook(hook))
+                op = point.op.replace("*", match[1]) if match.groups() else point.op
+                handles.append(module.register_forward_hook(_make_hook(op, point, record)))
     return handles
 
 
-def _make_hook(op: str, argument: int | None, record: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
-    def hook(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        tensor = inputs[argument] if argument is not None else output[0] if isinstance(output, tuple) else output
-        record(op, tensor.detach())
+def _make_hook(op: str, point: HookPoint, record: Callable[[str, HookPoint, torch.Tensor], torch.Tensor | None]) -> Callable[..., Any]:
+    kind, number = point.place.rstrip("01"), int(point.place[-1]) if point.place[-1].isdigit() else 0
+
+    def hook(_: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        values = inputs if kind == "in" else output if isinstance(output, tuple) else (output,)
+        if number >= len(values) or values[number] is None:
+            return None
+        tensor = _weigh_experts(values) if op.endswith("mlp.router") else values[number].detach()
+        changed = None if tensor is None else record(op, point, tensor)
+        if changed is None or kind == "in":
+            return None
+        return (*values[:number], changed, *values[number + 1 :]) if isinstance(output, tuple) else changed
 
     return hook
+
+
+def _weigh_experts(values: Any) -> torch.Tensor | None:
+    """Return the weights `[tokens, experts]` of a token's experts, 0 for the others: from Megatron's (weights, mask), or from SGLang's
+    (weights `[tokens, k]`, experts `[tokens, k]`, logits). Return None for another form."""
+    if len(values) == 2:
+        return (values[0] * values[1]).detach()
+    if not hasattr(values, "topk_weights"):
+        return None
+    weights = torch.zeros_like(values.router_logits, dtype=torch.float32)
+    return weights.scatter_(-1, values.topk_ids.long(), values.topk_weights.float()).detach()
+
+
+class RankHeads(NamedTuple):
+    """A tensor-parallel rank, and the heads of the whole model."""
+
+    rank: int
+    size: int
+    queries: int
+    keys: int  # 1 for latent attention
+
+
+def number_columns(kind: str, width: int, heads: RankHeads) -> torch.Tensor | None:
+    """Return the numbers, int64 `[width]`, of a rank's columns in the whole tensor, or None if another rank holds the same columns.
+
+    Kinds: `whole` on every rank; `split` into equal parts; `pairs` of equal parts, [gate | up]; `kv`: heads of keys, which ranks share if
+    they are more; `qkv`: the rank's heads as [q | k | v].
+    """
+    rank, size = heads.rank, heads.size
+    own = torch.arange(width)
+    if kind == "whole":
+        return own if rank == 0 else None
+    if kind == "split":
+        return own + rank * width
+    if kind == "pairs":
+        half = width // 2
+        return torch.cat([own[:half] + rank * half, own[half:] + half * (size - 1) + rank * half])
+    sharing = max(1, size // heads.keys)  # ranks with the same head of keys
+    if kind == "kv":
+        return own + rank // sharing * width if rank % sharing == 0 else None
+    queries, keys = heads.queries // size, max(1, heads.keys // size)
+    dim = width // (queries + 2 * keys)
+    firsts = (0, heads.queries, heads.queries + heads.keys)
+    counts = (queries, keys, keys) if rank % sharing == 0 else (queries, 0, 0)
+    starts = (rank * queries, rank // sharing * keys, rank // sharing * keys)
+    return torch.cat(
+        [
+            torch.arange((first + start) * dim, (first + start + count) * dim)
+            for first, start, count in zip(firsts, starts, counts, strict=True)
+        ]
+    )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 from parallel.user_code import IMPORT_SECONDS, contain, describe_error
+
+if TYPE_CHECKING:  # it imports torch
+    from megatron_rl.precision.sketch import Recording, Values
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,26 @@ class Engine(Protocol):
 
     def stop(self, force: bool = False) -> None:
         """Terminate the engine processes, sending SIGTERM first; with `force=True`, kill them immediately. Idempotent."""
+
+
+@runtime_checkable
+class RecordingEngine(Protocol):
+    """What an engine offers beside `Engine` if `megatron-rl locate` can walk it."""
+
+    def start_recording(self) -> None:
+        """Start recording what the operators of every rank compute, in all requests."""
+
+    def read_recording(self, ids: Sequence[int], prompt_tokens: int) -> "Recording":
+        """Return the recording of the newest request whose prompt and completion are `ids`, for all tokens but the last."""
+
+    def read_recorded_values(self, op: str, token: int) -> "list[Values]":
+        """Return each rank's part of an operator's result for a token of the sequence that was read last."""
+
+    def stop_recording(self) -> None:
+        """Stop recording and drop what was recorded."""
+
+    def find_stale_tensors(self) -> list[dict[str, str]]:
+        """Return, per rank, the derived tensors that are not those of the live weights, with how they differ."""
 
 
 def hash_seed(*parts: object) -> int:

@@ -18,7 +18,7 @@ from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, is_rank0
-from megatron_rl.errors import RunError
+from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
@@ -98,7 +98,7 @@ class Canary:
             difference = np.abs(expected - answer.logprobs_T)
             for token in np.flatnonzero(~(difference <= self._bound))[:1]:
                 phase = "decoding" if token else "prefill"
-                raise RunError(
+                raise MismatchError(
                     f"the canary fails: engine {answer.engine}, prompt {answer.prompt} of {prompt_tokens} tokens, position "
                     f"{prompt_tokens + token} ({phase}): log p is {answer.logprobs_T[token]:.9g} in the engine, {expected[token]:.9g} in "
                     f"the trainer; bound {self._bound:g} (sync.canary_bound)"
@@ -117,7 +117,7 @@ def promises_exactness(config: Config, hf_config: dict[str, Any]) -> bool:
 
 def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Canary | None:
     """Return the canary, or None if `sync.canary` is 0."""
-    contract, emulated = PrecisionContract.from_config(config.precision), _find_emulated(config, hf_config)
+    contract, emulated = PrecisionContract.from_config(config.precision), find_emulated(config, hf_config)
     bound = config.sync.canary_bound
     if bound is None:
         exact = emulated is not None or promises_exactness(config, hf_config)
@@ -129,7 +129,7 @@ def make_canary(config: Config, actor: Actor, hf_config: dict[str, Any]) -> Cana
     return Canary(actor, prompts_B, sampling, bound, emulated) if prompts_B else None
 
 
-def _find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
+def find_emulated(config: Config, hf_config: dict[str, Any]) -> TensorFormat | None:
     """Return the engine's format if only the engine is quantized and the trainer can emulate it bit for bit, or None. That requires one
     process on each side, and a run that would be exact without quantization."""
     contract = PrecisionContract.from_config(config.precision)

@@ -13,7 +13,7 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.errors import RunError
+from megatron_rl.errors import MismatchError
 from megatron_rl.metrics import declare
 
 _DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "without routing replay"
@@ -90,7 +90,7 @@ class MismatchBound:
         self._uncompared = 0  # steps since tokens were compared last
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of a step, which are the same on every rank. Raise RunError if the mismatch exceeds the bound; or, with
+        """Check the metrics of a step, which are the same on every rank. Raise MismatchError if the mismatch exceeds the bound; or, with
         `on_mismatch = "warn"`, warn once until it is below the bound again."""
         largest = metrics.get(MISMATCH[1])
         if largest is None:  # no token of the trainer's version
@@ -98,7 +98,7 @@ class MismatchBound:
         exceeded = not largest <= self._bound
         line = f"the mismatch of rollout and trainer is {largest:.3g} nats (mismatch/abs_max), above sync.max_mismatch = {self._bound:g}"
         if exceeded and self._stops:
-            raise RunError(f"{line}: the engine does not compute what the trainer does")
+            raise MismatchError(f"{line}: the engine does not compute what the trainer does")
         if exceeded and not self._warned:
             self._notify(line)
         self._warned = exceeded
@@ -122,6 +122,18 @@ def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
     bins, current = _positions(sample) // SAMPLE_BIN, lags == 0
     counts, sums = bins[current].bincount(), bins[current].bincount(difference[current].abs().double())
     return [(count, total / max(count, 1)) for count, total in zip(counts.tolist(), sums.tolist(), strict=True)]
+
+
+def find_worst_prefix(samples: list[TrainingSample]) -> list[int]:
+    """Return the tokens before the sampled token of the trainer's own version with the largest |d|, or [] without such tokens."""
+    worst, prefix = -1.0, list[int]()
+    for sample in samples:
+        difference, lags = _flatten([sample])
+        difference = difference.abs().nan_to_num(nan=math.inf).masked_fill(lags != 0, -1.0)
+        if len(difference) and float(difference.max()) > worst:
+            worst = float(difference.max())
+            prefix = sample.ids[: int(sample.target_positions[difference.argmax()]) + 1].tolist()
+    return prefix
 
 
 def _positions(sample: TrainingSample) -> torch.Tensor:

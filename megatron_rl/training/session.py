@@ -17,7 +17,7 @@ from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
-from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.errors import MegatronRLError, MismatchError, RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
@@ -51,6 +51,7 @@ from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
+from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
@@ -157,6 +158,8 @@ class Session:
         bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
         trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
+        self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
+        self._find_suspect = lambda: trainer.suspect_prefix
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         newest = NewestTokens(config, actor, worker, recovering_sync, bound, trainer.engine_routing)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
@@ -231,7 +234,9 @@ class Session:
         except BaseException as raised:
             error = to_run_error(raised) or raised
             if loop is not None:
-                if isinstance(raised, RunError):  # the loop raises a RunError on all ranks
+                if isinstance(raised, MismatchError):  # the loop raises a RunError on all ranks
+                    self._locate(raised)
+                if isinstance(raised, RunError):
                     error = prefer_stop_error(raised)
                 if isinstance(raised, RunError) or self.layout.world_size == 1:
                     self._try_checkpoint(loop)
@@ -246,6 +251,12 @@ class Session:
     def notify(self, text: str) -> None:
         """Write one line to the console and run.log. Does nothing on ranks other than 0."""
         self.log.run_local(lambda log: log.write_event(text))
+
+    def _locate(self, error: MismatchError) -> None:
+        """Write what differs between trainer and engine to the run's folder."""
+        hang_watchdog.enter_phase("locating the difference")
+        self.notify(str(error))
+        try_to_locate(self._locator, [[], self._find_suspect()], self.folder, self.notify)
 
     def _try_checkpoint(self, loop: Loop) -> None:
         hang_watchdog.enter_phase("checkpoint")

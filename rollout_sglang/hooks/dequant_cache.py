@@ -41,6 +41,12 @@ def check_cache(is_proved: Callable[[torch.Tensor], bool], limit: float = math.i
     return checked
 
 
+def find_stale() -> list[tuple[torch.Tensor, int, int]]:
+    """Return (bytes, number of stale values, number of values) of every weight whose values are not those that its bytes give now."""
+    differing = [(data, int((values != make()).sum()), values.numel()) for values, data, make in _values.values()]
+    return [each for each in differing if each[1]]
+
+
 def clear_cache() -> None:
     """Drop all values. Call it whenever live bytes are written or proved, so that no value outlives the bytes that it was computed from."""
     global _cached_bytes

@@ -50,9 +50,10 @@ def stand_ins():
 
 def record(trainer, batch, ending):
     """Return the widths of recorded activations whose names end so."""
-    with record_activations(trainer.model) as seen:
+    with record_activations(trainer.actor) as recorder:
         trainer.actor.compute_logprobs(batch[:1])
-    return {name: tensor.shape[-1] for name, tensor in seen.items() if name.endswith(ending)}
+    recording = recorder.rows.select(torch.zeros(1, dtype=torch.long))
+    return {name: int(tensor.sketch.exact[0, 1]) for name, tensor in recording.items() if name.endswith(ending)}
 
 
 def quantize_swiglu(folder, batch, precision, recompute, fused):

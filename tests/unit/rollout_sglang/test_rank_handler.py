@@ -1,15 +1,14 @@
-"""Live parameters as a sync sees them, recordings, and the released KV cache."""
+"""Live parameters as a sync sees them, and the released KV cache."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from parallel.digest import digest, view_bytes
 from parallel.shards import Rect
 from rollout_sglang import rank_handler
-from rollout_sglang.rank_handler import RankHandler, live_tensors
+from rollout_sglang.rank_handler import live_tensors
 
 
 def test_a_weight_kept_transposed_for_a_kernel_is_seen_and_written_by_rows():
@@ -24,21 +23,6 @@ def test_a_weight_kept_transposed_for_a_kernel_is_seen_and_written_by_rows():
     assert digest(live["weight"], Rect(1, 1, 2, 2)) == digest(weight, Rect(1, 1, 2, 2))
     view_bytes(live["weight"])[2, 1] = 99
     assert engine.weight.shape == (4, 3) and engine.weight[1, 2] == 99
-
-
-def test_a_recording_is_written_once_and_a_new_one_replaces_it(tmp_path):
-    model = torch.nn.Module()
-    model.model, model.logits_processor = torch.nn.Module(), torch.nn.Identity()
-    model.model.forward = lambda tokens, positions, batch: tokens
-    batch = SimpleNamespace(req_pool_indices=torch.tensor([5]), forward_mode=SimpleNamespace(is_decode=lambda: True))
-    handler, runner, untap = RankHandler(), SimpleNamespace(model=model), {"verb": "untap", "folder": str(tmp_path)}
-    for token in (7, 8):  # the first recording is dropped
-        assert handler.answer({"verb": "tap"}, 1, runner) == {}
-        model.model(torch.tensor([token]), torch.tensor([3]), batch)
-    assert handler.answer(untap, 1, runner) == {"file": str(tmp_path / "rank1.safetensors")}
-    assert load_file(tmp_path / "rank1.safetensors")["tokens"].tolist() == [8]
-    with pytest.raises(ValueError, match="nothing is recorded"):
-        handler.answer(untap, 1, runner)
 
 
 def test_a_cache_loses_its_memory_and_gets_it_again_and_an_unknown_one_is_refused():

@@ -1,0 +1,25 @@
+"""Settings of a command that takes a run's folder or a TOML file. Does not import torch."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.config.errors import to_user_error
+from megatron_rl.config.loading import apply_overrides
+from megatron_rl.observability.run_folder import read_run
+
+
+def read_settings(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
+    """Return the configuration to locate with, and the run whose newest checkpoint is loaded. `source` is a TOML file or a run's folder.
+    Raise UserError if it cannot be read."""
+    if not os.path.isdir(source):
+        return load_config(source, overrides), None
+    table = apply_overrides(read_run(source, field="RUN_OR_CONFIG").get("config") or {}, overrides)
+    try:
+        return Config.model_validate_json(json.dumps(table)), source
+    except ValidationError as error:
+        raise to_user_error(error, Config) from None

@@ -1,0 +1,231 @@
+"""Names the likely cause of the first difference that a walk has found: the operators between the last equal results and the first
+different one are the suspects, and the first of them with a wrong tensor or another precision is named. The precision graph says what lies
+between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+
+from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
+from megatron_rl.precision.graph.decoder import LAYER
+from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
+from parallel.digest import digest_all
+from parallel.formats import BLOCK
+from parallel.reshard import Transfer
+from parallel.shards import NamedRect, Rect
+
+_SMALL_ULPS = 16
+"""Differences up to this many units in the last place are likely those of another order of a sum."""
+_INPUTS = {  # results that are inputs of an operator: (operator, its inputs)
+    "attention.rope.q": ("attention.core", ("q", "q_rope")),
+    "attention.rope.k": ("attention.core", ("k", "k_rope", "v")),
+    "attention.core": ("attention.output", ("x",)),
+}
+_MODULES = {  # beginnings of names of engine tensors that no module of the table of operators has
+    "mlp.experts.w13_": ("mlp.experts.gate_up",),
+    "mlp.experts.w2_": ("mlp.experts.down",),
+    "mlp.gate.": ("mlp.router",),
+    "self_attn.attn.": ("attention.core",),
+    "self_attn.attn_mqa.": ("attention.core",),
+    "self_attn.w_kc": ("attention.kv_b.k",),
+    "self_attn.w_vc": ("attention.kv_b.v",),
+    "self_attn.kv_b_proj.": ("attention.kv_b.k", "attention.kv_b.v"),
+}
+_ENDS = {"model.embed_tokens.": "embedding", "model.norm.": "norm", "lm_head.": "lm_head"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A wrong tensor, or a wrong precision, of one or more operators."""
+
+    operators: tuple[str, ...]
+    cause: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The likely cause of the first difference."""
+
+    operator: str
+    cause: str
+    text: str
+    others: list[str] = field(default_factory=list)  # what else was found
+
+
+def find_operators(tensor: str) -> tuple[str, ...]:
+    """Return the operators that use an engine's tensor, by its name."""
+    for start, name in _ENDS.items():
+        if tensor.startswith(start):
+            return (name,)
+    number, _, rest = tensor.removeprefix("model.layers.").partition(".")
+    names = next((names for start, names in _MODULES.items() if rest.startswith(start)), ())
+    paths = ((name, path) for name, (_, columns) in LAYER.items() for path in columns.get("sglang", ()))
+    names += tuple(name for name, path in paths if rest.startswith(f"{path}.") and name not in names)
+    return tuple(f"layers.{number}.{name}" for name in names)
+
+
+_Pair = tuple[Transfer, Rect]  # a transfer, and a part of its rectangle, relative to its corner
+
+
+def find_wrong_bytes(plan: SyncPlan, engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+    """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
+    then blocks, rows, and elements of the wrong ones. Collective."""
+    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in plan.transfers]
+    for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
+        parts = [(each, part) for each, rect in pairs for part in _split(rect, rows or rect.rows, cols or rect.cols)]
+        first: dict[tuple[str, int], _Pair] = {}
+        for index in _compare_digests(engine, parts, named_tensors):
+            first.setdefault((parts[index][0].target, parts[index][0].target_rank), parts[index])
+        pairs = list(first.values())
+    return [_describe_bytes(each, part) for each, part in pairs]
+
+
+def _split(rect: Rect, rows: int, cols: int) -> list[Rect]:
+    corners = product(range(rect.row, rect.row + rect.rows, rows), range(rect.col, rect.col + rect.cols, cols))
+    return [Rect(row, col, min(rows, rect.row + rect.rows - row), min(cols, rect.col + rect.cols - col)) for row, col in corners]
+
+
+def _describe_bytes(each: Transfer, part: Rect) -> Finding:
+    cause = "KV scale" if "kv_scales" in each.target else "scale of a weight" if each.of_scales else "weights"
+    place = f"first at row {each.target_rect.row + part.row}, column {each.target_rect.col + part.col}"
+    text = f"{each.target} of engine rank {each.target_rank} is not {each.source} of trainer rank {each.source_rank}, {place}"
+    return Finding(find_operators(each.target), cause, text)
+
+
+def _compare_digests(engine: Rank0[Engine], pairs: list[_Pair], named_tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the indices of the parts with other bytes in the engine. Collective."""
+
+    def place(corner: Rect, part: Rect) -> Rect:
+        return Rect(corner.row + part.row, corner.col + part.col, part.rows, part.cols)
+
+    own = [index for index, (each, _) in enumerate(pairs) if each.source_rank == get_rank()]
+    digests = digest_all(named_tensors, [(each.source, place(each.source_rect, part)) for each, part in (pairs[index] for index in own)])
+    by_rank = gather_from_ranks(dict(zip(own, digests, strict=True)), dict[int, str])
+    sent = {index: value for part in by_rank for index, value in part.items()}
+
+    def compare(engine: Engine) -> list[int]:
+        rects: dict[int, list[NamedRect]] = defaultdict(list)
+        for each, part in pairs:
+            rects[each.target_rank].append((each.target, place(each.target_rect, part)))
+        arrived = {rank: iter(values) for rank, values in engine.digest_rects(rects).items()}
+        return [index for index, (each, _) in enumerate(pairs) if next(arrived[each.target_rank]) != sent[index]]
+
+    return engine.run(compare, list[int])
+
+
+def find_other_precision(training: PrecisionGraph, rollout: Iterable[PrecisionGraph]) -> list[Finding]:
+    """Return the operators of the engine that consume a tensor in another format than in the trainer's forward pass."""
+    formats = {edge.key: str(edge.format) for edge in training.edges if edge.phase == FORWARD}
+    findings = {}
+    for graph in rollout:
+        for edge in graph.edges:
+            if (own := formats.get(edge.key, "absent")) != str(edge.format):
+                cause = "activation scale" if edge.tensor == "x" and "1x" in str(edge.format) and "1x" in own else "precision"
+                text = f"{edge.target} takes {edge.tensor} as {edge.format} in the engine, as {own} in the trainer"
+                findings[text] = Finding((edge.target,), cause, text)
+    return list(findings.values())
+
+
+def describe_stale(stale: Iterable[Mapping[str, str]]) -> list[Finding]:
+    """Return findings about the derived tensors that `RecordingEngine.find_stale_tensors` reports."""
+    named = [(rank, name, text) for rank, tensors in enumerate(stale) for name, text in tensors.items()]
+    return [Finding(find_operators(name), "derived tensor", f"{name} of engine rank {rank}: {text}") for rank, name, text in named]
+
+
+def find_suspects(graph: PrecisionGraph, op: str, equal: Iterable[str]) -> list[str]:
+    """Return the operators between the results `equal` and the result `op`, in the order of computation."""
+    sources = defaultdict[str, list[tuple[str, str]]](list)
+    for edge in graph.edges:
+        if edge.phase == FORWARD:
+            sources[edge.target].append((edge.tensor, edge.source))
+    order = [node.name for node in graph.nodes if node.op != "weight"]
+    equal, producers = set(equal), _list_producers(op, sources, order)
+    known = _collect_upstream([name for each in equal for name in _list_producers(each, sources, order)], sources)
+    suspects = _collect_upstream(producers, sources) - known | (set(producers) - equal)
+    return [name for name in order if name in suspects]
+
+
+def _collect_upstream(names: Iterable[str], sources: Mapping[str, list[tuple[str, str]]]) -> set[str]:
+    """Return the operators with these names, and all on which they depend."""
+    pending, found = list(names), set[str]()
+    while pending:
+        if (name := pending.pop()) not in found:
+            found.add(name)
+            pending += [source for _, source in sources.get(name, ())]
+    return found
+
+
+def _list_producers(op: str, sources: Mapping[str, list[tuple[str, str]]], order: list[str]) -> list[str]:
+    """Return the graph's operators that make a recorded result."""
+    if op == "norm.input":
+        return [source for tensor, source in sources["norm"] if tensor == "x"]
+    layer, name = op.rpartition(".")[0], op
+    if op.startswith("layers."):
+        _, number, name = op.split(".", 2)
+        layer = f"layers.{number}."
+    if name == "input":
+        return [source for tensor, source in sources[f"{layer}input_norm"] if tensor == "x"]
+    if name == "mlp":
+        ends = (f"{layer}{end}" for end in ("mlp.down", "mlp.experts.sum", "mlp.shared_experts.down"))
+        return [end for end in ends if end in order]
+    if name in _INPUTS:
+        target, tensors = _INPUTS[name]
+        return [source for tensor, source in sources[f"{layer}{target}"] if tensor in tensors]
+    return [op]
+
+
+def diagnose(walk: Walk, element: Element | None, graph: PrecisionGraph, findings: list[Finding]) -> Diagnosis | None:
+    """Return the likely cause of the walk's first difference, or that of a wrong tensor that the prompt did not reach; None for neither."""
+    first, order = walk.first, [node.name for node in graph.nodes]
+    if first is None:
+        wrong = [(op, each) for each in findings for op in each.operators if op in order and each.cause != "precision"]
+        if not wrong:
+            return None
+        operator, finding = min(wrong, key=lambda pair: order.index(pair[0]))
+        others = [each.text for each in findings if each is not finding]
+        return Diagnosis(operator, finding.cause, f"{finding.text}; no result of this prompt shows it", others)
+    equal = [each.op for each in walk.compared[: walk.compared.index(first)] if each.op != first.op]
+    suspects = find_suspects(graph, LOGPROBS if first.op == LOGPROBS else first.op, equal)
+    for operator in suspects:
+        for finding in findings:
+            if operator in finding.operators:
+                return Diagnosis(operator, finding.cause, finding.text, [each.text for each in findings if each is not finding])
+    operator = _find_nearest(first, suspects)
+    return Diagnosis(operator, *_guess(walk, first, element, operator), [each.text for each in findings])
+
+
+def _find_nearest(first: Compared, suspects: list[str]) -> str:
+    if first.op.endswith("attention.core"):
+        return next((name for name in suspects if name.endswith("attention.core")), suspects[-1])
+    return suspects[-1] if suspects else first.op
+
+
+def _guess(walk: Walk, first: Compared, element: Element | None, operator: str) -> tuple[str, str]:
+    """Return cause and text if weights, derived tensors, and precision are equal."""
+    equal = "its inputs, weights, derived tensors, and precision are equal"
+    if first.op == LOGPROBS:
+        return "sampling", "the logits are equal: temperature, a filter, or the log-softmax differs"
+    if operator.endswith("attention.core"):
+        decoded = first.differing[0] >= walk.prompt_tokens
+        if walk.uncomputed or (decoded and len(first.differing) < len(first.tokens)):
+            why = f"{walk.uncomputed} tokens came from the prefix cache" if walk.uncomputed else "only decoded tokens differ"
+            return "KV cache", f"queries and new keys are equal, and {why}: cached keys or values differ, or the kernel that reads them"
+        return (
+            "kernel",
+            f"queries and keys are equal, and {equal}: the attention's kernel, its order of sums, or the cache's format differs",
+        )
+    if element is not None and element.ulps <= _SMALL_ULPS:
+        return (
+            "order of a sum",
+            f"{equal}, and the difference is {element.ulps:.3g} units in the last place: another order of a sum or kernel",
+        )
+    return "kernel", f"{equal}, and the difference is larger than rounding: the kernel, or a tensor that no check knows"
