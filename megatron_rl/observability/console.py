@@ -25,7 +25,8 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
     equal, counts = proved == tensors and proved_bytes == nbytes, f"{proved:.0f}/{tensors:.0f} tensors, "
     if nbytes is not None:
         counts += f"{(proved_bytes or 0) * 1e-6:.1f}/{nbytes * 1e-6:.1f} MB, "
-    return counts + ("proof ok" if equal else "PROOF FAILED"), equal
+    age = metrics.get("sync/proof_age")
+    return counts + ("proof ok" if equal else "PROOF FAILED") + (f", reread {age:.0f} syncs ago" if age else ""), equal
 
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:

@@ -180,6 +180,7 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)
     sizes = {"sync/engine_bytes": 2.62e6, "sync/proved_bytes": 2.62e6}
     assert proof_verdict(sync | sizes) == ("4/4 tensors, 2.6/2.6 MB, proof ok", True)
+    assert proof_verdict(sync | sizes | {"sync/proof_age": 3.0})[0] == "4/4 tensors, 2.6/2.6 MB, proof ok, reread 3 syncs ago"
     assert proof_verdict(sync | sizes | {"sync/proved_bytes": 2.4e6}) == ("4/4 tensors, 2.4/2.6 MB, PROOF FAILED", False)
     assert proof_verdict({"sync/tensors": 4}) == ("4 tensors, NOT PROVED", False)
     assert proof_verdict({}) == ("", True)
