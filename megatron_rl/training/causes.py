@@ -5,7 +5,7 @@ between."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -15,7 +15,6 @@ from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
 from parallel.digest import digest_all
 from parallel.formats import BLOCK
@@ -76,10 +75,10 @@ def find_operators(tensor: str) -> tuple[str, ...]:
 _Pair = tuple[Transfer, Rect]  # a transfer, and a part of its rectangle, relative to its corner
 
 
-def find_wrong_bytes(plan: SyncPlan, engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
     then blocks, rows, and elements of the wrong ones. Collective."""
-    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in plan.transfers]
+    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in transfers]
     for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
         parts = [(each, part) for each, rect in pairs for part in _split(rect, rows or rect.rows, cols or rect.cols)]
         first: dict[tuple[str, int], _Pair] = {}
