@@ -62,7 +62,7 @@ class ActivationRecorder:
             return
         x = tensor.detach().reshape(self._count, -1)
         columns = number_columns(kind, x.shape[1], self._heads)
-        if columns is None and kind == "whole":  # rank 0 has the same values, unless something is wrong
+        if columns is None and point.columns == "whole":  # rank 0 has the same values, unless something is wrong
             op, columns = name_copy(op, self._heads.rank), torch.arange(x.shape[1])
         if columns is not None:
             self._rows.add(op, torch.arange(self._count), x[:, : len(columns)], columns)

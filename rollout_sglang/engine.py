@@ -188,6 +188,13 @@ class SGLangEngine(RankRequests, RecordingRequests):
         elif tags:
             self._ask_ranks({"verb": verb})
 
+    def start_recording(self) -> None:
+        """See `RecordingEngine.start_recording`. Raise RunError if the weights are released, as on devices that the trainer shares."""
+        if _WEIGHTS in self._released_tags:
+            raise RunError("the engine has released its weights (placement.kind = colocated), so it cannot be walked")
+        self._resume_memory(_CACHE)
+        super().start_recording()
+
     def get_memory_mb(self) -> float:
         return self.server.processes.get_memory_mb()
 

@@ -5,7 +5,7 @@ between."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -15,7 +15,6 @@ from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
 from parallel.digest import digest_all
 from parallel.formats import BLOCK
@@ -62,7 +61,7 @@ class Diagnosis:
 
 
 def find_operators(tensor: str) -> tuple[str, ...]:
-    """Return the operators that use an engine's tensor, by its name."""
+    """Return the operators that use an engine's tensor, by its name; the name itself if no operator is known."""
     for start, name in _ENDS.items():
         if tensor.startswith(start):
             return (name,)
@@ -70,16 +69,16 @@ def find_operators(tensor: str) -> tuple[str, ...]:
     names = next((names for start, names in _MODULES.items() if rest.startswith(start)), ())
     paths = ((name, path) for name, (_, columns) in LAYER.items() for path in columns.get("sglang", ()))
     names += tuple(name for name, path in paths if rest.startswith(f"{path}.") and name not in names)
-    return tuple(f"layers.{number}.{name}" for name in names)
+    return tuple(f"layers.{number}.{name}" for name in names) or (tensor,)
 
 
 _Pair = tuple[Transfer, Rect]  # a transfer, and a part of its rectangle, relative to its corner
 
 
-def find_wrong_bytes(plan: SyncPlan, engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
+def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
     then blocks, rows, and elements of the wrong ones. Collective."""
-    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in plan.transfers]
+    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in transfers]
     for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
         parts = [(each, part) for each, rect in pairs for part in _split(rect, rows or rect.rows, cols or rect.cols)]
         first: dict[tuple[str, int], _Pair] = {}
@@ -187,45 +186,33 @@ def diagnose(walk: Walk, element: Element | None, graph: PrecisionGraph, finding
     """Return the likely cause of the walk's first difference, or that of a wrong tensor that the prompt did not reach; None for neither."""
     first, order = walk.first, [node.name for node in graph.nodes]
     if first is None:
-        wrong = [(op, each) for each in findings for op in each.operators if op in order and each.cause != "precision"]
-        if not wrong:
-            return None
-        operator, finding = min(wrong, key=lambda pair: order.index(pair[0]))
-        others = [each.text for each in findings if each is not finding]
-        return Diagnosis(operator, finding.cause, f"{finding.text}; no result of this prompt shows it", others)
-    equal = [each.op for each in walk.compared[: walk.compared.index(first)] if each.op != first.op]
-    suspects = find_suspects(graph, LOGPROBS if first.op == LOGPROBS else first.op, equal)
+        suspects = [*order, *(each.operators[0] for each in findings if not any(op in order for op in each.operators))]
+        findings = [each for each in findings if each.cause != "precision"]
+    else:
+        suspects = find_suspects(graph, first.op, [each.op for each in walk.compared[: walk.compared.index(first)] if each.op != first.op])
+    texts = [each.text for each in findings]
     for operator in suspects:
-        for finding in findings:
-            if operator in finding.operators:
-                return Diagnosis(operator, finding.cause, finding.text, [each.text for each in findings if each is not finding])
-    operator = _find_nearest(first, suspects)
-    return Diagnosis(operator, *_guess(walk, first, element, operator), [each.text for each in findings])
+        for finding in (each for each in findings if operator in each.operators):
+            texts.remove(finding.text)
+            return Diagnosis(
+                operator, finding.cause, finding.text + ("; no result of this prompt shows it" if first is None else ""), texts
+            )
+    if first is None:
+        return None
+    core = [name for name in suspects if name.endswith("attention.core")]
+    operator = (core or suspects or [first.op])[-1]
+    cause, text = _guess(walk, first, element, bool(core))
+    return Diagnosis(operator, cause, text + (f"; it is one of {', '.join(suspects)}" if len(suspects) > 1 else ""), texts)
 
 
-def _find_nearest(first: Compared, suspects: list[str]) -> str:
-    if first.op.endswith("attention.core"):
-        return next((name for name in suspects if name.endswith("attention.core")), suspects[-1])
-    return suspects[-1] if suspects else first.op
-
-
-def _guess(walk: Walk, first: Compared, element: Element | None, operator: str) -> tuple[str, str]:
+def _guess(walk: Walk, first: Compared, element: Element | None, attends: bool) -> tuple[str, str]:
     """Return cause and text if weights, derived tensors, and precision are equal."""
-    equal = "its inputs, weights, derived tensors, and precision are equal"
+    equal = "inputs, weights, derived tensors, and precision are equal"
     if first.op == LOGPROBS:
         return "sampling", "the logits are equal: temperature, a filter, or the log-softmax differs"
-    if operator.endswith("attention.core"):
-        decoded = first.differing[0] >= walk.prompt_tokens
-        if walk.uncomputed or (decoded and len(first.differing) < len(first.tokens)):
-            why = f"{walk.uncomputed} tokens came from the prefix cache" if walk.uncomputed else "only decoded tokens differ"
-            return "KV cache", f"queries and new keys are equal, and {why}: cached keys or values differ, or the kernel that reads them"
-        return (
-            "kernel",
-            f"queries and keys are equal, and {equal}: the attention's kernel, its order of sums, or the cache's format differs",
-        )
+    if attends and (walk.uncomputed or (first.differing[0] >= walk.prompt_tokens and len(first.differing) < len(first.tokens))):
+        why = f"{walk.uncomputed} tokens came from the prefix cache" if walk.uncomputed else "only decoded tokens differ"
+        return "KV cache", f"queries and new keys are equal, and {why}: cached keys or values differ, or the kernel that reads them"
     if element is not None and element.ulps <= _SMALL_ULPS:
-        return (
-            "order of a sum",
-            f"{equal}, and the difference is {element.ulps:.3g} units in the last place: another order of a sum or kernel",
-        )
+        return "order of a sum", f"{equal}, and the difference is {element.ulps:.3g} units in the last place"
     return "kernel", f"{equal}, and the difference is larger than rounding: the kernel, or a tensor that no check knows"

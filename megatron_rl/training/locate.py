@@ -75,8 +75,8 @@ class Locator:
         engine = Rank0(lambda: _take(self._engines.value, number))
         found, recorder = self._compare(engine, prompt)
         if found.run(lambda walk: walk.uncomputed > 0, bool):  # what was cached hides its computation: walk a prompt that is not cached
-            other = Rank0(lambda: [int(np.random.default_rng().integers(self._vocabulary)), *prompt[1:].tolist()]).run(list, list[int])
-            fresh = self._compare(engine, np.array(other, np.int32))
+            other = run_on_rank0(lambda: int(np.random.default_rng().integers(self._vocabulary)), int)
+            fresh = self._compare(engine, np.array([other, *prompt[1:]], np.int32))
             if fresh[0].run(lambda walk: walk.first is not None, bool):
                 found, recorder = fresh
             else:
@@ -85,7 +85,8 @@ class Locator:
         stale = engine.run(lambda engine: engine.find_stale_tensors(), list[dict[str, str]])  # before digests, which drop float copies
         engine.run(lambda engine: engine.stop_recording())
         training = read_training_graph(self._policy.model)
-        wrong = find_wrong_bytes(self._plan, self._engines, self._read_named_tensors())
+        transfers = [each for each in self._plan.transfers if each.target_rank // self._config.rollout.tp == number]
+        wrong = find_wrong_bytes(transfers, self._engines, self._read_named_tensors())
 
         def report() -> Report:
             rollout = engine.value.read_graph()  # type: ignore[attr-defined]

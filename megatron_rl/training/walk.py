@@ -59,7 +59,7 @@ class Walk:
     prompt_tokens: int
     compared: list[Compared]
     left_out: list[str]  # operators that one side did not record, or with another width
-    uncomputed: int  # tokens that the engine took from its prefix cache
+    uncomputed: int  # tokens of the prompt that the engine took from its prefix cache
 
     @property
     def first(self) -> Compared | None:
@@ -106,7 +106,7 @@ def compare(trainer: Recording, engine: Recording, noisy: Recording | None) -> t
         copies[op].append((int(rank or 0), tensor))
     compared, left_out = list[Compared](), [op for op in copies if op not in trainer]
     for op, own in trainer.items():
-        results = [_compare_tensor(op, own, other, noisy and noisy[op], rank) for rank, other in copies[op]]
+        results = [_compare_tensor(op, own, other, None if noisy is None else noisy[op], rank) for rank, other in copies[op]]
         whole = [result for result in results if result is not None]
         compared += [result for result in whole if result.rank == 0 or result.differing]
         left_out += [] if whole else [op]
@@ -145,7 +145,8 @@ def walk(
         _, logprobs, recording = asked.value
         other = recording | {LOGPROBS: _sketch_logprobs(logprobs, len(ids))}
         compared, left_out = compare(own, other, noisy)
-        uncomputed = int((recording["embedding"].sketch.exact[:, 1] == 0).sum()) if "embedding" in recording else 0
+        counts = recording["embedding"].sketch.exact[: len(prompt), 1] if "embedding" in recording else torch.empty(0)
+        uncomputed = int((counts == 0).sum())
         return Walk(ids, len(prompt), compared, left_out, uncomputed)
 
     return Rank0(finish), recorder

@@ -85,6 +85,7 @@ CACHE = {
 }
 COARSE = {name: DENSE[name] for name in ("scale", "q and k rows", "a bit of a block", "a row of the embedding", "layer norm")}
 FAST = {"mode": "fp8_unified", "high": "bf16", "reduction": "fast"}
+SUMS = (".attention.output", ".mlp.down", ".mlp")  # of which an engine rank holds only a part if their order is not fixed
 LONG = [
     ("qwen3_moe", FP8, Layout(), {}, EXPERTS),
     ("deepseek_v3", FP8, Layout(), {}, LATENT),
@@ -108,19 +109,13 @@ def test_the_operator_with_a_wrong_tensor_is_named(kind, precision, layout, roll
         world.call(trainer_engine.start_architecture, kind, tmp_path, precision, layout, rollout, True)
         world.call(trainer_engine.sync, 0)
         report, text = world.call(locate)[0]
-        print(
-            text,
-            report["not_compared"],
-            list(report["operators"]),
-            max((each["distance"] / max(each["floor"], 1e-30), op, each) for op, each in report["operators"].items()),
-        )
         assert report["operator"] is None and report["first"] is None, text
         assert report["bitwise"] == (precision is not FAST)
+        assert [op for op in report["not_compared"] if precision is not FAST or not op.endswith(SUMS)] == []
         wrong = {}
         for name, (fault, operator, cause) in faults.items():
             planted_tensors.set_fault(file, fault)
             report, text = world.call(locate)[0]
-            print("\n".join(["", name, *text]))
             if (report["operator"], report["cause"]) != (operator, cause):
-                wrong[name] = report["operator"], report["cause"]
+                wrong[name] = text
         assert wrong == {}

@@ -25,8 +25,9 @@ class ActivationRecorder:
         """With `noise`, every result of a module changes by a random number of up to one unit in the last place of its dtype, relative to
         the larger of its magnitude and its row's root mean square."""
         config = policy.chunks[0].config
-        latent = config.multi_latent_attention
-        keys, self._others = (1, (".q_norm",)) if latent else (config.num_query_groups, (".q_a", ".q_a_norm"))
+        latent = bool(config.multi_latent_attention)
+        keys = 1 if latent else config.num_query_groups
+        self._others: tuple[str, ...] = (".q_norm",) if latent else (".q_a", ".q_a_norm")
         group = parallel_state.get_tensor_model_parallel_group()
         self.heads = RankHeads(group.rank(), group.size(), config.num_attention_heads, keys)
         self.rows, self._noise, self._group = RowRecorder(), noise, group
@@ -98,8 +99,8 @@ def record_activations(policy: Policy, noise: bool = False) -> Iterator[Activati
         for chunk in policy.chunks:
             names = [name for name, _ in chunk.named_modules() if not name.startswith("mtp") and "local_experts" not in name]
             modules = [(global_name(chunk, name), chunk.get_submodule(name)) for name in names if name != "decoder.layers"]
-            for handle in attach_hooks(modules, list_hook_points(TRAINER), recorder.record):
-                hooks.callback(handle.remove)
-            if getattr(chunk, "post_process", False):
+            for hook in attach_hooks(modules, list_hook_points(TRAINER), recorder.record):
+                hooks.callback(hook.remove)
+            if chunk.post_process:
                 hooks.callback(chunk.output_layer.register_forward_hook(recorder.record_logits).remove)
         yield recorder

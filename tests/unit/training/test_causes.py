@@ -38,7 +38,7 @@ def make_graph(x=BF16):
         ("model.layers.1.post_attention_layernorm.weight", ("layers.1.post_attention_norm",)),
         ("model.norm.weight", ("norm",)),
         ("lm_head.weight", ("lm_head",)),
-        ("something.else", ()),
+        ("something.else", ("something.else",)),
     ],
 )
 def test_a_tensor_of_the_engine_belongs_to_an_operator(tensor, operators):
@@ -104,6 +104,8 @@ def test_the_first_suspect_with_a_finding_is_named_and_else_the_kind_of_differen
     assert diagnose(make_walk({0}, op=LOGPROBS), None, graph, []).cause == "sampling"
     unreached = diagnose(make_walk(set()), None, graph, [later])
     assert unreached.operator == "layers.2.mlp.down" and "no result of this prompt shows it" in unreached.text
+    unknown = diagnose(make_walk(set()), None, graph, [Finding(find_operators("other.weight"), "weights", "other.weight is wrong")])
+    assert unknown.operator == "other.weight", "what no operator uses is not lost"
     assert diagnose(make_walk(set()), None, graph, []) is None
 
 
