@@ -75,7 +75,15 @@ def _take_part(part: int, rows: torch.Tensor, keys: int, values: int) -> torch.T
     return rows.unflatten(0, (-1, keys + values)).split([keys, values], dim=1)[part]
 
 
+def refresh(model: torch.nn.Module) -> None:
+    """Recompute the derived tensors that SGLang recomputes only when it loads a checkpoint."""
+    for module in model.modules():
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
+
+
 DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "*.gemma_weight": lambda norm: 1.0 + norm.weight.detach(),
     "*.w_kc": partial(_absorbed, 0),
     "*.w_vc": partial(_absorbed, 1),
     "*.w_scale_k": partial(_absorbed_scale, 0),

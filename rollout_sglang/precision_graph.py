@@ -80,7 +80,7 @@ class _Reader(Reader):
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         for scale in (scale for core in attentions for scale in (core.k_scale, core.v_scale)):
             self.read_tensor(scale)
-        pool, scales = self.runner.token_to_kv_pool, getattr(attentions[0], "kv_scales", None)
+        pool, scales = e4m3_cache.get_attention_pool(self.runner.token_to_kv_pool), getattr(attentions[0], "kv_scales", None)
         dtype = dtype_name(pool.dtype)
         if pool.dtype.itemsize > 1:
             return TensorPrecision(dtype)
