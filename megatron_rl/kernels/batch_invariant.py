@@ -31,6 +31,9 @@ from megatron_rl.precision.threads import all_threads, single_threaded
 MIN_ROWS = 16
 MAX_ROWS = 32  # most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers
 SPLIT_SUM = 481
+MIN_COLUMNS = 16
+"""Fewest columns of an invariant FP32 product. With up to 8, MKL sums in another order, and with one also by the number of rows. A layer's
+rows over tensor-parallel ranks, such as the gates of few heads, may be fewer on each rank than on one."""
 MIN_AMX_COLUMNS = 32
 """Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
 for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
@@ -87,7 +90,10 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
-    return apply_product(lambda rows: _multiply(rows, weight), x)
+    if len(weight) >= MIN_COLUMNS or x.is_cuda:
+        return apply_product(lambda rows: _multiply(rows, weight), x)
+    padded = append_zeros(weight, -2, MIN_COLUMNS - len(weight))
+    return apply_product(lambda rows: _multiply(rows, padded), x)[..., : len(weight)].contiguous()
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
