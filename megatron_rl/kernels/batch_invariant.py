@@ -11,7 +11,7 @@ depend on the number of rows, and about one result in 10,000 changes. They run i
 2 to 4 times as long as in one product; a decoded token takes no longer.
 
 Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
-DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
+DeepSeek-V3, SiLU, and softplus differ in their last bit at the end of a tensor unless their number is a multiple of `VECTOR_STEP`.
 """
 
 import functools
@@ -37,7 +37,7 @@ rows over tensor-parallel ranks, such as the gates of few heads, may be fewer on
 MIN_AMX_COLUMNS = 32
 """Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
 for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
-SIGMOIDS = 32  # step of torch's vector loop; the rest of a tensor is computed by another formula
+VECTOR_STEP = 32  # of torch's loop; the rest of a tensor is computed by another formula
 KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
 _MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
 _QUERIES_PER_STEP = 64
@@ -136,12 +136,17 @@ class InvariantMatmuls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def apply_elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return function(x) for an elementwise function, float32 x of any shape. On a CPU, every number is computed by torch's vector loop."""
+    if x.is_cuda:
+        return function(x)
+    with single_threaded():
+        return function(append_zeros(x.reshape(-1), -1, -x.numel() % VECTOR_STEP))[: x.numel()].view(x.shape)
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """Return 1 / (1 + exp(-x)) of float32 x of any shape."""
-    if x.is_cuda:
-        return torch.sigmoid(x)
-    with single_threaded():
-        return append_zeros(x.reshape(-1), -1, -x.numel() % SIGMOIDS).sigmoid()[: x.numel()].view(x.shape)
+    return apply_elementwise(torch.sigmoid, x)
 
 
 class InvariantRouting(InvariantMatmuls):
