@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.layers.attention.core_attention import AbsorbedCoreAttention, CoreAttention
+from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNet, GatedDeltaNetParts
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
 from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, PlainColumnParallelLinear, ReplicatedLinear
@@ -36,6 +37,7 @@ from megatron_rl.mcore.layers.linear.quantized_matmul import GateUp
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.layers.moe.experts import MixtureOfExperts, OutputWeightedExperts
 from megatron_rl.mcore.layers.moe.router import Router
+from megatron_rl.mcore.layers.moe.shared_experts import SharedExperts
 from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 
 
@@ -110,8 +112,14 @@ def _mlp(backend: _SpecProvider, experts: int | None) -> Any:
     builder: Any = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
         return partial(FusedMLP.as_mlp_submodule, **builder.keywords) if swiglu.is_fused() else builder
-    builder.keywords["submodules"].router = Router
+    parts = builder.keywords["submodules"]
+    parts.router, parts.shared_experts = Router, partial(SharedExperts, **parts.shared_experts.keywords)
     return partial(MixtureOfExperts, **builder.keywords)
+
+
+def _gated_delta_net(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
+    parts = GatedDeltaNetParts(backend.column_parallel_linear(), backend.row_parallel_linear())
+    return ModuleSpec(module=GatedDeltaNet, submodules=parts)
 
 
 def _attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
