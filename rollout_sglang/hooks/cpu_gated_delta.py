@@ -47,7 +47,7 @@ def gate_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torc
 def apply_zero_centered_norm(
     self: Any, x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
 ) -> Any:
-    """Replace `GemmaRMSNorm.forward_native`, whose weight is 1 + `weight`. It does not read the derived `gemma_weight`, which is rounded."""
+    """Replace `GemmaRMSNorm.forward_native`, whose weight is 1 + `weight`, added in FP32. The derived `gemma_weight` is rounded."""
     if post_residual_addition is not None:
         raise NotImplementedError("a third part of the residual stream is not supported on the CPU tier")
     summed = x if residual is None else x + residual

@@ -1,6 +1,6 @@
 """Stub modules for `triton` and `torchvision`, which SGLang imports but a CPU engine does not use. Every attribute of a stub is a stub too,
-except for `HOST_FUNCTIONS`. Stubs are false and empty, and launching a kernel raises an error that names it. `install()` must run before the first import of sglang in every
-process. It replaces no installed package; `replace` does so for rehearsals."""
+except for `HOST_FUNCTIONS`. Stubs are false and empty, and launching a kernel raises an error that names it. `install()` must run before
+the first import of sglang in every process. It replaces no installed package; `replace` does so for rehearsals."""
 
 import functools
 import importlib

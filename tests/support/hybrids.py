@@ -53,8 +53,9 @@ def make_hybrid(folder, name, dtype=torch.float32, **changes):
             parameter.data = 0.05 * noise
     model.to(dtype).save_pretrained(folder)
     make_byte_tokenizer(folder)
-    config_file = folder / "config.json"  # transformers 5 leaves out a field that SGLang needs
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"full_attention_interval": interval}))
+    config_file = folder / "config.json"  # transformers 5 leaves out fields that SGLang needs
+    more = {"full_attention_interval": interval, "rope_theta": fields["rope_parameters"]["rope_theta"]}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
     return folder
 
 
