@@ -44,9 +44,7 @@ class GatedDeltaNet(MegatronModule):
     [s, b, h] padded at the end -> (y of the same shape, None); [t / tp, 1, h] under sequence parallelism, t / cp with context
     parallelism."""
 
-    def __init__(
-        self, config: TransformerConfig, submodules: GatedDeltaNetParts, layer_number: int, pg_collection: Any, **_: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetParts, layer_number: int, pg_collection: Any, **_: Any) -> None:
         super().__init__(config)
         kind = config.attention[layer_number - 1]  # type: ignore[attr-defined]
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
@@ -80,8 +78,7 @@ class GatedDeltaNet(MegatronModule):
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Widths of q, k, v and z on this rank."""
-        k, v = self.heads.k * self.heads.k_dim, self.heads.v * self.heads.v_dim
-        return k, k, v, v
+        return *self.heads.widths, self.heads.widths[-1]
 
     def _attend(
         self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
