@@ -78,8 +78,7 @@ class GatedDeltaNet(MegatronModule):
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Widths of q, k, v and z on this rank."""
-        k, v = self.heads.k * self.heads.k_dim, self.heads.v * self.heads.v_dim
-        return k, k, v, v
+        return *self.heads.widths, self.heads.widths[-1]
 
     def _attend(
         self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
