@@ -54,7 +54,7 @@ PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
-_CONVOLUTION = ".conv1d.weight"
+_CONVOLUTION = "conv1d.weight"
 _released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
@@ -144,7 +144,7 @@ class RankHandler:
             return {"wrong": f"the KV cache was not flushed: it holds {cached} tokens of the previous weights"}
         states = getattr(runner.req_to_token_pool, "mamba_allocator", None)
         if states is not None and (cached := states.size - states.available_size()):
-            return {"wrong": f"the recurrent states were not flushed: {cached} are of the previous weights"}
+            return {"wrong": f"recurrent states were not flushed: {cached} slots hold states of the previous weights"}
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
