@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel.shards import GeometryError
+
+Kind = TypeVar("Kind")
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
@@ -151,24 +153,33 @@ class HFConfig:
     def widths(self) -> dict[str, Any]:
         """Return the fields of `ModelGeometry` that nearly every family shares."""
         self.with_defaults(rms_norm_eps=1e-6).require(is_causal=True)
-        layers, layer_types = self.size("num_hidden_layers", most=MOST_LAYERS), self.get("layer_types")
-        if layer_types is not None and layer_types != ["full_attention"] * layers:
-            raise refuse("layer_types", layer_types, "full_attention in every layer")
-        heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
-        if heads % kv_heads:
-            rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
-            raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
         return {
             "family": self.get("model_type"),
-            "layers": layers,
             "hidden": self.size("hidden_size"),
-            "heads": heads,
-            "kv_heads": kv_heads,
             "ffn": self.size("intermediate_size"),
             "vocab": self.size("vocab_size"),
             "tied": self.flag("tie_word_embeddings"),
             "norm_eps": self.number("rms_norm_eps"),
         }
+
+    def layers(self) -> int:
+        """Return the number of layers."""
+        return self.size("num_hidden_layers", most=MOST_LAYERS)
+
+    def in_every_layer(self, kind: Kind) -> tuple[Kind, ...]:
+        """Return an attention for every layer. Raise GeometryError if `layer_types` names another kind."""
+        layers, layer_types = self.layers(), self.get("layer_types")
+        if layer_types is not None and layer_types != ["full_attention"] * layers:
+            raise refuse("layer_types", layer_types, "full_attention in every layer")
+        return (kind,) * layers
+
+    def head_counts(self) -> dict[str, int]:
+        """Return the numbers of query heads and of key-value heads, which divides the other."""
+        heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
+        if heads % kv_heads:
+            rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
+            raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
+        return {"heads": heads, "kv_heads": kv_heads}
 
     def head_dim(self) -> int:
         """Return `head_dim`, which defaults to the hidden width divided by the number of heads."""

@@ -65,7 +65,7 @@ def longest_sequence_fits(facts: Facts) -> None:
     fields = HFConfig(facts.hf_config)
     named = ["max_position_embeddings", *(name for name in ["model_max_length"] if fields.get(name) is not None)]  # SGLang reads either
     limit = min(fields.size(name, most=MOST_POSITIONS) for name in named)
-    yarn = facts.model.rope.yarn
+    yarn = facts.model.rope and facts.model.rope.yarn
     reach = int(yarn.rotary_scaling_factor * yarn.original_max_position_embeddings) if yarn else 0
     other = f", or set {' and '.join(named)} of config.json to {reach}, as far as YaRN reaches" if reach >= longest else ""
     if longest > limit and config.agent:
@@ -94,9 +94,8 @@ def megatron_supports_the_layout(facts: Facts) -> None:
     layout, model = facts.layout, facts.model
     if model.vocab % layout.tp:  # padded rows would take part in the softmax
         raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({model.vocab})", "use a divisor of it")
-    if layout.cp > 1 and model.heads % (layout.tp * layout.cp):  # a rank computes attention for some heads and all tokens
-        rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({model.heads})"
-        raise UserError("train.layout.cp", layout.cp, rule, "use a smaller size")
+    for kind in dict.fromkeys(model.attention):
+        kind.check_context_ranks(layout.tp, layout.cp)
     if model.experts is not None and layout.tp > 1 and not facts.config.train.layout.sequence_parallel:
         rule = f"is not supported for experts with tp = {layout.tp}, because Megatron requires sequence parallelism"
         raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
@@ -158,19 +157,17 @@ def gpu_experts_do_not_use_the_tree(facts: Facts) -> None:
 
 
 @rule(Needs.MODEL)
-def engine_can_quantize_latent_attention(facts: Facts) -> None:
-    format = facts.contract.engine_format
-    if facts.model.latent is not None and not format.serves_latent_attention:
-        name = format.name.upper()
-        rule = f"is not supported for latent attention (MLA), because SGLang absorbs an {name} kv_b_proj with values and scales in BF16"
-        raise UserError("precision.mode", facts.contract.mode, rule, "use fp8_rollout")
+def engine_can_quantize_the_attention(facts: Facts) -> None:
+    for kind in dict.fromkeys(facts.model.attention):
+        if reason := kind.refuse_engine_format(facts.contract.engine_format):
+            raise UserError("precision.mode", facts.contract.mode, f"is not supported for {reason}", "use fp8_rollout")
 
 
 @rule(Needs.MODEL)
 def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
-    if facts.model.latent is not None and facts.contract.scales_kv_by_layer:
-        rule = "is not supported for latent attention (MLA): its cache has no keys and values, and SGLang's E4M3 kernels round queries"
-        raise UserError("precision.kv", facts.contract.kv, rule, "use high, or e4m3 on a CPU")
+    for kind in dict.fromkeys(facts.model.attention):
+        if facts.contract.scales_kv_by_layer and (reason := kind.refuse_kv_scales_by_layer()):
+            raise UserError("precision.kv", facts.contract.kv, f"is not supported for {reason}", "use high, or e4m3 on a CPU")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

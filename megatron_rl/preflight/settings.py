@@ -294,6 +294,7 @@ def lora_fits_the_model(facts: Facts) -> None:
     if facts.model.experts is not None and on_gpu and {"linear_fc1", "linear_fc2"} & set(lora.targets):
         rule = "adapts layers of experts, which an engine on a GPU computes in a single kernel without support for adapters"
         raise UserError("lora.targets", list(lora.targets), rule, "only adapt attention: linear_qkv, linear_proj")
-    if facts.model.latent is not None and "linear_qkv" in lora.targets:
-        rule, rest = "adapts linear_qkv, which latent attention does not have", [each for each in lora.targets if each != "linear_qkv"]
+    adapted = {name for kind in facts.model.attention for name in kind.adapted} | {"linear_fc1", "linear_fc2"}
+    if absent := [each for each in lora.targets if each not in adapted]:
+        rule, rest = f"adapts {absent[0]}, which the model's attention does not have", [each for each in lora.targets if each not in absent]
         raise UserError("lora.targets", list(lora.targets), rule, f"set it to {rest}" if rest else "leave [lora] out, or use another model")

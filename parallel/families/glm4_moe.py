@@ -2,6 +2,7 @@
 config.json says whether q, k and v have biases, and whether q and k heads are normalized (GLM-4.5: yes, GLM-4.5-Air: no)."""
 
 from parallel import mtp_layers
+from parallel.attention.softmax import read_softmax
 from parallel.families.deepseek_v3 import read_experts
 from parallel.hf_config import MOST_LAYERS, HFConfig
 from parallel.layer_weights import pre_norm_layer
@@ -18,12 +19,10 @@ ARCHITECTURE = "Glm4MoeForCausalLM"
 
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(**_DEFAULTS).require(hidden_act="silu", mlp_bias=False, moe_layer_freq=1)
+    biases, norms = config.flag("attention_bias"), config.flag("use_qk_norm")
     return ModelGeometry(
         **config.widths(),
-        head_dim=config.head_dim(),
-        qkv_bias=config.flag("attention_bias"),
-        qk_norm=config.flag("use_qk_norm"),
-        rope=config.rope("yarn", share=0.5),
+        attention=read_softmax(config, config.head_dim(), config.rope("yarn", share=0.5), qkv_bias=biases, qk_norm=norms),
         experts=read_experts(config),
         tied_in_engine=False,
         mtp_layers=config.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),

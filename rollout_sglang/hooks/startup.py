@@ -12,8 +12,9 @@ import torch
 
 from megatron_rl.hf.files import read_config
 from parallel.adapters import ENGINE_FILE, AdapterGeometry, is_adapter
+from parallel.attention.latent import LATENT_NORM_EPS
 from parallel.digest import view_rect
-from parallel.model_geometry import LATENT_NORM_EPS, ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors

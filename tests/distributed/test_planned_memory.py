@@ -193,7 +193,7 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
     job = job_of(name, precision)
     inputs = operators.RankShapes(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):
-        expected = activations.count_layer_activations(inputs, job.model.has_experts(layer))
+        expected = activations.count_layer_activations(inputs, job.model.layer_kind(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer
 
 

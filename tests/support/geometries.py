@@ -1,7 +1,9 @@
 """Geometries that several tests shard: a small one, the published models, and the plan of a random case of `slow_cut.cases`."""
 
+from dataclasses import fields
 from functools import cache
 
+from parallel.attention import SoftmaxAttention
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import add_scale_transfers, reshard
@@ -11,10 +13,12 @@ from support.golden.slow_cut import as_fp8
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 
 
-def small_model(**changes):
-    """Return a Qwen3 of two layers, with `changes` to its fields."""
-    widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
-    return ModelGeometry(**{"family": "qwen3", "layers": 2, **widths, "qk_norm": True, **changes})
+def small_model(layers=2, **changes):
+    """Return a Qwen3 of two layers, with `changes` to its fields or to those of its attention."""
+    own = {field.name for field in fields(SoftmaxAttention)} & changes.keys()
+    heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "qk_norm": True} | {name: changes.pop(name) for name in own}
+    widths = {"family": "qwen3", "hidden": HIDDEN, "ffn": FFN, "vocab": VOCAB}
+    return ModelGeometry(attention=(SoftmaxAttention(**heads),) * layers, **(widths | changes))
 
 
 SMALL_MOE = small_model(layers=1, family="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))

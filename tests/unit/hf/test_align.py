@@ -52,9 +52,10 @@ def test_random_widths_are_aligned_and_heads_stay_in_their_groups(name, groups, 
     wide_config = align_config(config, Alignment(128, tp, etp))
     wide = ModelGeometry.from_hf_config(wide_config)
     assert is_whole(wide_config, tp, etp)
-    assert wide.heads * model.kv_heads == wide.kv_heads * model.heads  # head i uses key-value head i // (heads / kv_heads), as before
-    assert wide.head_dim == model.head_dim and wide.hidden % 128 == 0
-    assert wide.heads >= model.heads and wide.hidden - model.hidden >= 0 and 0 <= wide.ffn - model.ffn < 128 * tp
+    now, before = wide.attention[0], model.attention[0]
+    assert now.heads * before.kv_heads == now.kv_heads * before.heads  # head i uses key-value head i // (heads / kv_heads), as before
+    assert now.head_dim == before.head_dim and wide.hidden % 128 == 0
+    assert now.heads >= before.heads and wide.hidden - model.hidden >= 0 and 0 <= wide.ffn - model.ffn < 128 * tp
     assert wide.norm_eps * wide.hidden == pytest.approx(model.norm_eps * model.hidden)
     assert align_config(wide_config, Alignment(128, tp, etp)) == wide_config
 
@@ -74,7 +75,8 @@ def test_widened_tensors_hold_the_original_values_and_zeros():
     config = ARCHITECTURES["glm4"] | {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 5}
     wide_config = align_config(config, Alignment(128))
     model, wide = ModelGeometry.from_hf_config(config), ModelGeometry.from_hf_config(wide_config)
-    assert (wide.hidden, wide.heads, wide.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384, because 256 is not a multiple of 3 heads
+    heads = wide.attention[0]
+    assert (wide.hidden, heads.heads, heads.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384, because 256 is not a multiple of 3 heads
     shapes = {name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for name, tensor in model.tensors().items()}
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 

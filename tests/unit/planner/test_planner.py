@@ -261,7 +261,7 @@ def test_stages_are_planned_that_take_about_as_long():
 )
 def test_the_syncs_bytes_are_those_of_the_whole_plan(name, train, tp, ep):
     workload = job(name)
-    model = replace(workload.model, layers=2)
+    model = replace(workload.model, attention=workload.model.attention[:2])
     candidate = Candidate(train, tp, ep, engines=1, placement="disaggregated")
     load = estimate_sync_traffic(replace(workload, model=model), candidate, Cluster.from_options(2, 8, "h100"))
     plan = SyncPlan.make(model, train, (tp, ep), workload.contract, 1 << 30)
@@ -328,7 +328,7 @@ def test_the_fullest_of_the_extreme_stages_is_the_fullest_of_all(data):
     layout = Layout(tp=2, pp=pp, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1], dp=2, ep=2, etp=1)
     dense = frozenset(data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1)))
     geometry = published_model("GLM-4.5" if data.draw(st.booleans()) else "Qwen3-30B-A3B")
-    model = replace(geometry, layers=layers, experts=replace(geometry.experts, count=16, dense_layers=dense))
+    model = replace(geometry, attention=geometry.attention[:layers], experts=replace(geometry.experts, count=16, dense_layers=dense))
     workload = replace(job("Qwen3-30B-A3B"), model=model)
     candidate = Candidate(layout, recompute=data.draw(st.sampled_from(["none", "selective", "full"])))
     for phase in ("logprobs", "train", "sync"):
@@ -436,7 +436,9 @@ def test_no_name_escapes_into_a_plans_batch_file(tmp_path):
 def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(model, tmp_path):
     shipped = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
     geometry = ModelGeometry.from_hf_config(shipped)
-    assert geometry == replace(published_model(model), norm_eps=geometry.norm_eps, rope=geometry.rope)
+    published = published_model(model)
+    attention = tuple(replace(kind, rope=geometry.rope) for kind in published.attention)
+    assert geometry == replace(published, norm_eps=geometry.norm_eps, attention=attention)
     name = re.sub(r"\W", "_", model.lower())
     config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
     result = CliRunner().invoke(app, ["plan", str(config), "--top", "1", "--json", str(out), "--sbatch", str(tmp_path / "job.sbatch")])
