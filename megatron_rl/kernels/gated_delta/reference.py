@@ -1,13 +1,12 @@
 """Gated delta net of Qwen3-Next and Qwen3.5, defined once for training, prompts, and decoded tokens.
 
-    x = silu(conv(mixed))                         causal, depthwise, taps added oldest first; rounded to the dtype of `mixed`
-    q, k, v = x                                   q, k divided by sqrt(sum of squares + 1e-6); q also by sqrt(k_dim)
-    decay = exp(-exp(a_log) softplus(a + dt_bias))        beta = sigmoid(b)
-    S <- decay S        S <- S + k (beta (v - S^T k))^T        o = S^T q                                (`kernels.gated_delta.scan`)
+    x = silu(conv(mixed))                               causal and depthwise; taps are added oldest first; rounded to the dtype of mixed
+    q, k, v = x                                         q and k divided by sqrt(sum of squares + 1e-6), q also by sqrt(k_dim)
+    decay = exp(-exp(a_log) softplus(a + dt_bias))      beta = sigmoid(b)
+    S <- decay S        S <- S + k (beta (v - S^T k))^T        o = S^T q                               (`kernels.gated_delta.scan`)
 
-From the convolution on, numbers are float32; o is rounded once. The order of operations is by token: a pass over whole packed sequences, prompts
-in chunks with any cuts, and decoded tokens give the same bits, for any other sequences in the batch and any share of the heads
-(docs/reference/hybrid.md). On a CPU, sequences run side by side.
+Numbers between x and o are float32, and o is rounded once. The order of operations is by token: packed sequences, prompts in chunks with any
+cuts, and decoded tokens give the same bits, with any other sequences in the batch and any share of the heads (docs/reference/hybrid.md).
 """
 
 import functools
