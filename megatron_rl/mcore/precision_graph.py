@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.linear import make_grouped_backend
-from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNet
+from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
@@ -56,7 +56,7 @@ class _Reader(Reader):
         return self.connect({layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
-        attention, mlp = _require_class(layer.self_attention, SelfAttention, MLASelfAttention, GatedDeltaNet), layer.mlp
+        attention, mlp = _require_class(layer.self_attention, SelfAttention, MLASelfAttention, GatedDeltaNetLayer), layer.mlp
         operators, logits = self.read_modules(layer), None
         if isinstance(attention, MLASelfAttention) and "attention.q_norm" in operators:
             operators["attention.q_a_norm"] = operators.pop("attention.q_norm")
@@ -65,12 +65,12 @@ class _Reader(Reader):
         if isinstance(_require_class(mlp, MLP, MoELayer), MoELayer):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)
-        if isinstance(attention, GatedDeltaNet):
+        if isinstance(attention, GatedDeltaNetLayer):
             return LayerPrecision(operators | self.read_delta(attention), self.residual, None, logits=logits)
         cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
         return LayerPrecision(operators, self.residual, cache, core, logits, attention.config.attention_output_gate)
 
-    def read_delta(self, attention: GatedDeltaNet) -> dict[str, Operator]:
+    def read_delta(self, attention: GatedDeltaNetLayer) -> dict[str, Operator]:
         """Read the convolution and the delta rule, whose state is float32 whatever its inputs are (`kernels.gated_delta`)."""
         decay = [getattr(attention, name) for name in DECAY]
         grad, master = _gradient_and_master(decay[0])

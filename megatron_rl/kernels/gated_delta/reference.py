@@ -1,13 +1,13 @@
 """Gated delta net of Qwen3-Next and Qwen3.5, defined once for training, prompts, and decoded tokens.
 
-    x = silu(conv(mixed))                         causal, depthwise, taps added oldest first; rounded to the dtype of `mixed`
-    q, k, v = x                                   q, k divided by sqrt(sum of squares + 1e-6); q also by sqrt(k_dim)
-    decay = exp(-exp(a_log) softplus(a + dt_bias))        beta = sigmoid(b)
-    S <- decay S        S <- S + k (beta (v - S^T k))^T        o = S^T q                                (`kernels.gated_delta.scan`)
+    x = silu(conv(mixed))                               causal and depthwise; taps are added oldest first; rounded to the dtype of mixed
+    q, k, v = x                                         q and k divided by sqrt(sum of squares + 1e-6), q also by sqrt(k_dim)
+    decay = exp(-exp(a_log) softplus(a + dt_bias))      beta = sigmoid(b)
+    S <- decay S        S <- S + k (beta (v - S^T k))^T        o = S^T q                               (`kernels.gated_delta.scan`)
 
-From the convolution on, numbers are float32; o is rounded once. The order of operations is by token: a pass over whole packed sequences, prompts
-in chunks with any cuts, and decoded tokens give the same bits, for any other sequences in the batch and any share of the heads
-(docs/reference/hybrid.md). On a CPU, sequences run side by side.
+Numbers between x and o are float32, and o is rounded once. The order of operations is by token: packed sequences, prompts in chunks with
+any cuts, and decoded tokens give the same bits, with any other sequences in the batch and any share of the heads
+(docs/reference/hybrid.md).
 """
 
 import functools
@@ -49,7 +49,7 @@ class DeltaWeights(NamedTuple):
 
 
 def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the outputs `[t, v, v_dim]` of packed sequences in the dtype of `mixed`, with gradient. Each starts with empty state and window.
+    """Return the outputs `[t, v, v_dim]` of packed sequences, which all start at their first token, in the dtype of `mixed`, with gradient.
 
     Args:
         mixed: Projected queries, keys, and values before the convolution, `[t, c]`.
@@ -75,8 +75,7 @@ def advance(
         states: float32 `[n, v, k_dim, v_dim]`. Both are zeros at the start of a sequence.
     """
     lengths = _check(weights, mixed, a, b, lengths)
-    if states.dtype != torch.float32 or windows.dtype != mixed.dtype:
-        raise ValueError(f"states are {states.dtype}, must be torch.float32; windows are {windows.dtype}, must be {mixed.dtype}")
+    _check_states(weights, mixed, len(lengths), windows, states)
     states, taps = states.clone(), _find_taps(lengths, weights.conv.shape[1])
     rows = _append_windows(mixed, windows)
     inputs = _prepare(weights, _convolve(rows, weights.conv, taps.tokens)[0].to(mixed.dtype), a, b)
@@ -92,6 +91,17 @@ def _check(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch
     if found != wanted or weights.conv.shape[0] != sum(heads.widths) or heads.v % heads.k:
         raise ValueError(f"mixed, a, and b are {found}, conv is {tuple(weights.conv.shape)}; {heads} and {tokens} tokens need {wanted}")
     return tuple(lengths)
+
+
+def _check_states(weights: DeltaWeights, mixed: torch.Tensor, count: int, windows: torch.Tensor, states: torch.Tensor) -> None:
+    """Raise ValueError if windows or states would be rounded, or are not those of `count` sequences."""
+    heads = weights.heads
+    for name, x, dtype, shape in (
+        ("windows", windows, mixed.dtype, (count, mixed.shape[1], weights.conv.shape[1] - 1)),
+        ("states", states, torch.float32, (count, heads.v, heads.k_dim, heads.v_dim)),
+    ):
+        if (x.dtype, tuple(x.shape)) != (dtype, shape):
+            raise ValueError(f"{name} are {x.dtype} {list(x.shape)}, must be {dtype} {list(shape)}")
 
 
 class _Taps(NamedTuple):

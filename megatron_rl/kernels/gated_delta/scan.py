@@ -1,12 +1,13 @@
 """The recurrence of the gated delta rule on a CPU, token after token, for many sequences side by side, and its gradient.
 
-    S <- decay S        e = v - S^T k        S <- S + k (beta e)^T        o = S^T q                     S float32 [k_dim, v_dim] per head
+    S <- decay S        e = v - S^T k        S <- S + k (beta e)^T        o = S^T q             S float32 [k_dim, v_dim] for each head
 
-A step is elementwise products and sums over k_dim, in float32 and in one thread. Its bits for a head depend on k_dim and v_dim only: not on the
-other heads and sequences of the step, and not on the tokens that came in the same call. Step i of all sequences runs at once. Sequences and
-heads are grouped into parts whose states fit in a core's cache.
+A step is elementwise products and sums over k_dim, in float32 and in one thread. Its bits for a head depend on k_dim and v_dim only: not on
+the other heads and sequences of the step, and not on the tokens that came in the same call. Step i of all sequences runs at once. Sequences
+and heads are grouped into parts whose states fit in a core's cache.
 
-The backward pass needs the states again. The forward pass keeps e, and the state before every `SPAN`-th token; a span's states follow from both.
+The backward pass needs the states again. The forward pass keeps e, and the state before every `SPAN`-th token; the states of a span follow
+from both.
 """
 
 import functools
@@ -19,7 +20,7 @@ import torch
 from megatron_rl.precision.threads import single_threaded
 
 SPAN = 64
-_PART = 1 << 16  # numbers of the states that a step reads at once, 256 KiB
+_PART = 1 << 17  # numbers of the states that a step updates, 512 KiB
 
 
 class Part(NamedTuple):
@@ -144,28 +145,23 @@ def _differentiate(
     """Return the gradients of chosen inputs for the gradient of the outputs, e, and the states before each span."""
     found = Inputs(*(torch.empty_like(x) for x in inputs))
     of_error, delta, read = torch.empty_like(error), error * inputs.beta, torch.empty_like(inputs.k)
-    starts = list(accumulate(counts, initial=0))
-    of_state = torch.zeros_like(kept[0])
+    steps = list(zip(counts, *(x.split(counts) for x in (*inputs, delta, gradient, of_error, read, *found[:4])), strict=True))
+    of_state, product = torch.zeros_like(kept[0]), torch.empty_like(kept[0])
     states = kept[0].new_empty(min(SPAN, len(counts)) + 1, *kept[0].shape)
     for number in reversed(range(len(kept))):
-        steps = range(number * SPAN, min((number + 1) * SPAN, len(counts)))
-        states[0, : counts[steps[0]]] = kept[number]
-        for place, step in enumerate(steps):
-            rows, n = slice(starts[step], starts[step + 1]), counts[step]
-            torch.mul(states[place, :n], inputs.decay[rows], out=states[place + 1, :n]).addcmul_(inputs.k[rows], delta[rows])
-        product = torch.empty_like(of_state)
-        for step in reversed(steps):
-            rows, n, place = slice(starts[step], starts[step + 1]), counts[step], step - steps[0]
-            (q, k, _, decay, beta), dy = (x[rows] for x in inputs), gradient[rows]
-            before, after, ds, temporary = states[place, :n], states[place + 1, :n], of_state[:n], product[:n]
-            torch.sum(torch.mul(after, dy, out=temporary), -1, keepdim=True, out=found.q[rows])
+        span = steps[number * SPAN : (number + 1) * SPAN]
+        states[0, : span[0][0]] = kept[number]
+        for place, (n, _, k, _, decay, _, d, *_others) in enumerate(span):
+            torch.mul(states[place, :n], decay, out=states[place + 1, :n]).addcmul_(k, d)
+        for place, (n, q, k, _, decay, beta, d, dy, de, r, dq, dk, dv, of_decay) in reversed(list(enumerate(span))):
+            before, ds, temporary = states[place, :n], of_state[:n], product[:n]
+            torch.sum(torch.mul(states[place + 1, :n], dy, out=temporary), -1, keepdim=True, out=dq)
             ds.addcmul_(q, dy)
-            torch.sum(torch.mul(ds, delta[rows], out=temporary), -1, keepdim=True, out=found.k[rows])
-            torch.sum(torch.mul(ds, k, out=temporary), -2, keepdim=True, out=of_error[rows])
-            dv = torch.mul(of_error[rows], beta, out=found.v[rows])
-            ds.addcmul_(k, dv, value=-1)
-            torch.sum(torch.mul(before, dv, out=temporary), -1, keepdim=True, out=read[rows])
-            torch.sum(torch.mul(ds, before, out=temporary), (-2, -1), keepdim=True, out=found.decay[rows])
+            torch.sum(torch.mul(ds, d, out=temporary), -1, keepdim=True, out=dk)
+            torch.sum(torch.mul(ds, k, out=temporary), -2, keepdim=True, out=de)
+            ds.addcmul_(k, torch.mul(de, beta, out=dv), value=-1)
+            torch.sum(torch.mul(before, dv, out=temporary), -1, keepdim=True, out=r)
+            torch.sum(torch.mul(ds, before, out=temporary), (-2, -1), keepdim=True, out=of_decay)
             ds.mul_(decay)
     found.k.sub_(read.mul_(inputs.decay))
     torch.sum(of_error.mul_(error), -1, keepdim=True, out=found.beta)

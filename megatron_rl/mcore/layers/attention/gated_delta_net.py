@@ -39,7 +39,7 @@ class GatedDeltaNetParts:
     out_proj: type
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNetLayer(MegatronModule):
     """The attention of a layer whose kind is `parallel.attention.GatedDeltaNet`. Packed rows [t, 1, h] with `packed_seq_params`, or a batch
     [s, b, h] padded at the end -> (y of the same shape, None); [t / tp, 1, h] under sequence parallelism, t / cp with context
     parallelism."""
@@ -120,7 +120,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class DepthwiseConv(torch.nn.Module):
-    """The weight [channels, taps] of a rank's causal convolution. `GatedDeltaNet` computes it."""
+    """The weight [channels, taps] of a rank's causal convolution. `GatedDeltaNetLayer` computes it."""
 
     def __init__(self, channels: int, taps: int, dtype: torch.dtype) -> None:
         super().__init__()
