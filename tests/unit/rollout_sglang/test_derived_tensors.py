@@ -146,6 +146,15 @@ def test_views_of_proved_memory_are_proved_and_every_tensor_is_found_once():
     assert check(ServedTensors(model), model)["proved"] == 3
 
 
+def test_a_tensor_of_which_several_proved_tensors_are_parts_is_proved():
+    model, packed = torch.nn.Module(), torch.randn(6, LATENT)
+    model.first, model.second, model.packed = parameter(packed[:4]), parameter(packed[4:]), packed
+    assert ServedTensors(model).check(model, live_tensors(model)) == {"proved": 3, "derived": 0, "constant": 0}
+    model.packed = torch.cat([packed, packed])
+    with pytest.raises(ValueError, match="packed .* is neither filled"):
+        ServedTensors(model).check(model, live_tensors(model))
+
+
 def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
     model = Model("int8")
     served, layer = ServedTensors(model), model.attn.kv_b_proj
