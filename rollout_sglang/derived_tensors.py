@@ -141,7 +141,7 @@ def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list
 
 
 def _join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return memory ranges, sorted, with those joined that follow each other. SGLang packs projections of gated delta nets in one tensor."""
+    """Return memory ranges, sorted, with those joined that follow each other: a tensor may be made up of several proved tensors."""
     joined: list[tuple[int, int]] = []
     for first, end in sorted(spans):
         if joined and first <= joined[-1][1]:

@@ -41,7 +41,7 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
 _WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
 """Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
-_STATES_PER_REQUEST = 4  # of a running request, and of cached prefixes
+_STATES_PER_REQUEST = 3  # recurrent states in SGLang's pool for each running request, its own and those of cached prefixes
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
@@ -131,7 +131,8 @@ def make_server_arguments(
     else:
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
-        options["max-mamba-cache-size"] = _STATES_PER_REQUEST * rollout.max_running_requests  # only linear attention has states
+        states = _STATES_PER_REQUEST if rollout.enable_prefix_caching else 1
+        options["max-mamba-cache-size"] = states * rollout.max_running_requests  # other models have no states
         flags.append("disable-overlap-schedule")
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
