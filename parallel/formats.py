@@ -28,8 +28,6 @@ class TensorFormat:
     scale_suffix: str = ""  # suffix that SGLang and checkpoints append to a weight's name for its scales: x.weight -> x.weight_scale_inv
     quantization: tuple[tuple[str, object], ...] = ()
     """`quantization_config` of a checkpoint, with tuples for lists. SGLang recognizes the format by its `quant_method`."""
-    kept_field: str = "modules_to_not_convert"  # of `quantization_config`, with the layers in the high dtype
-    kept_pattern: str = "{}"
     serves_latent_attention: bool = True  # whether SGLang absorbs kv_b_proj into latent attention (MLA) without rounding
 
     @property
@@ -76,13 +74,13 @@ class TensorFormat:
         """Return the format with these scales, or unchanged if it fixes its scales or has none."""
         return replace(self, scale_format=scale_format) if self.quantized and not self.scale_format else self
 
-    def quantization_config(self, high_modules: Sequence[str] = ()) -> dict[str, object]:
-        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `high_modules`: last names of
-        linear layers in the high dtype."""
-        config = {name: list(value) if isinstance(value, tuple) else value for name, value in self.quantization}
-        if self.quantized and high_modules:
-            kept = cast(list[str], config.get(self.kept_field, []))
-            config[self.kept_field] = kept + [self.kept_pattern.format(module) for module in high_modules]
+    def quantization_config(self, unquantized: Sequence[str] = ()) -> dict[str, object]:
+        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `unquantized`: names of linear
+        layers in high precision, which are listed beside those that no model quantizes."""
+        own = {
+            name: (*value, *unquantized) if name == "modules_to_not_convert" else value for name, value in dict(self.quantization).items()
+        }
+        config = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
         # "ue8m0" makes the engine's activation scales powers of two as well
         return config | ({"scale_fmt": "ue8m0"} if self.scale_format == "pow2" else {})
 
@@ -118,8 +116,6 @@ INT8 = TensorFormat(
     scale_format="fp32",
     scale_suffix="_scale",
     quantization=(("quant_method", "w8a8_int8"), ("is_dynamic", True)),
-    kept_field="ignore",
-    kept_pattern=r"re:.*\.{}$",
     serves_latent_attention=False,  # values and scales would be rounded to BF16
 )
 FORMATS = {format.name: format for format in (BF16, FP32, FP8, INT8)}

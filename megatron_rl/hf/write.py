@@ -18,7 +18,6 @@ from parallel.model_geometry import ModelGeometry
 if TYPE_CHECKING:
     import torch
 
-_HIGH_LAYERS = ("delta_gates", "shared_gate")  # roles of linear layers that no format quantizes, see `HFTensor`
 FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors: a writing rank holds one file in memory
 
 
@@ -42,15 +41,9 @@ def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) 
     """Return the config.json of the same model with weights in the formats of the contract's engine."""
     resolved = ModelGeometry.resolve_config(hf_config)
     config = {name: value for name, value in resolved.items() if name not in ("dtype", "quantization_config")}
-    quantization = contract.engine_format.quantization_config(list_high_modules(ModelGeometry.from_hf_config(hf_config)))
+    model = ModelGeometry.from_hf_config(hf_config)
+    quantization = contract.engine_format.quantization_config(model.unquantized_modules)
     return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
-
-
-def list_high_modules(model: ModelGeometry) -> list[str]:
-    """Return the last names of linear layers that readers of a quantized checkpoint would quantize too, in the checkpoint and in SGLang."""
-    weights = (weight for part in model.list_weights() for weight in part if weight.pieces[0].tensor.role in _HIGH_LAYERS)
-    names = {name for weight in weights for name in (weight.sglang, *(piece.tensor.name for piece in weight.pieces))}
-    return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in names})
 
 
 def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None, field: str = "model.path") -> None:
