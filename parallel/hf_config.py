@@ -1,7 +1,7 @@
 """config.json as the model families read it. A field that is missing, invalid, unsupported or unknown is refused by name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ _NAMES = """
     _attn_implementation_autoset min_length output_scores return_dict_in_generate num_beam_groups diversity_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id
     exponential_decay_length_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule
-    assistant_confidence_threshold assistant_lookbehind target_lookbehind megatron_rl_critic megatron_rl_trains_mtp
+    assistant_confidence_threshold assistant_lookbehind target_lookbehind megatron_rl_critic megatron_rl_trains_mtp megatron_rl_wrapper
 """
 WITHOUT_EFFECT = frozenset(_NAMES.split())
 """Fields that change nothing that trainer or engine compute: they describe files, tokens, training, or defaults of generation, or another
@@ -191,9 +191,10 @@ class HFConfig:
             raise GeometryError("config.json head_dim", None, rule, CORRECT)
         return hidden // heads
 
-    def rope(self, *stretches: str, share: float = 1.0) -> Rope:
+    def rope(self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = ()) -> Rope:
         """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
-        extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated."""
+        extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated, or with
+        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get."""
         settings = self.section("rope_parameters", "rope ") or self.section("rope_scaling", "rope ") or HFConfig({}, "rope ")
         self.read |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
         theta = settings.get("rope_theta", self.get("rope_theta"))
@@ -202,14 +203,20 @@ class HFConfig:
         if (theta := HFConfig({"rope_theta": theta}).number("rope_theta")) <= 1:  # YaRN divides by its logarithm
             raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
-        if partial != share:
-            raise refuse("partial_rotary_factor", partial, share)
+        if any_share:  # SGLang reads the field outside of rope_parameters alone
+            self.with_defaults(partial_rotary_factor=partial).require(partial_rotary_factor=partial)
+            share = HFConfig(self.fields).number("partial_rotary_factor")
+        if partial != share or share > 1:
+            raise refuse("partial_rotary_factor", partial, min(share, 1.0))
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind == "yarn" and theta <= 1:  # YaRN divides by its logarithm
             raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         if kind not in ("default", *stretches):
             raise refuse("rope scaling", kind, " and ".join(("default", *stretches)))
-        settings.read.add("type")
+        settings.read |= {"type", *of_images}
+        for name in ("rope_parameters", "rope_scaling"):
+            if self.fields.get(name) and not settings.fields.keys().isdisjoint(of_images):
+                self.defaults[name] = {key: value for key, value in settings.fields.items() if key not in of_images}
         rope = Rope(
             theta,
             share,

@@ -11,7 +11,7 @@ def pre_norm_layer(model: ModelGeometry, layer: int) -> list[Weight]:
     mlp = (hf + "mlp.", megatron + "mlp.")
     return [
         make_vector(hf + "input_layernorm.weight", model.hidden, megatron + "input_layernorm.weight"),
-        *attention.list_weights(model, f"{hf}{attention.module}.", megatron + "self_attention."),
+        *attention.list_weights(model.hidden, f"{hf}{attention.module}.", megatron + "self_attention.", model.kv_scales),
         make_vector(hf + "post_attention_layernorm.weight", model.hidden, megatron + "pre_mlp_layernorm.weight"),
         *(list_experts(model, *mlp) if model.has_experts(layer) else list_mlp(model, *mlp, model.ffn)),
     ]

@@ -14,6 +14,7 @@ from parallel.attention import AttentionKind
 from parallel.families import load_family
 from parallel.hf_config import CORRECT, MOST_EXPERT_LAYERS, HFConfig, Rope
 from parallel.shards import GeometryError, HFTensor, Shard, Weight, make_vector, make_weight, take_all
+from parallel.wrappers import DECODER, VISION, WRAPPER, add_prefix, check_wrapper, unwrap
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
 _CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
@@ -66,6 +67,7 @@ class ModelGeometry:
     post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
     kv_scales: bool = False  # whether each layer has a scale for cached keys and one for cached values; no checkpoint has them
     experts: MoEGeometry | None = None
+    prefix: str = "model."  # of the decoder's tensors in the checkpoint, but not in SGLang
     value_head: bool = False  # whether the model is a critic, with a value head instead of the output layer (`as_critic`)
     mtp_layers: int = 0
     """Layers for multi-token prediction in the checkpoint. A run that does not train them copies them (`megatron_rl.hf.mtp_layers`)."""
@@ -75,8 +77,9 @@ class ModelGeometry:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or an unsupported setting."""
-        family, fields = load_family(config.get("model_type")), HFConfig(config)
-        model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
+        family, fields = load_family((config := unwrap(config)).get("model_type")), HFConfig(config)
+        name = family.__name__.rpartition(".")[2]
+        model: ModelGeometry = replace(family.read(fields), family=name, prefix=check_wrapper(fields, name))
         fields.refuse_unread()
         if model.experts is not None and (total := (model.layers + model.mtp_layers) * model.experts.count) > MOST_EXPERT_LAYERS:
             rule = f"gives all layers together {total:,} experts, more than {MOST_EXPERT_LAYERS:,}"
@@ -91,12 +94,14 @@ class ModelGeometry:
     @staticmethod
     def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with the family's own `model_type` and architecture, its defaults for absent fields, and without unknown
-        fields: an engine may have other defaults or none, and act on a field that is null. Raise GeometryError as `from_hf_config` does."""
-        family, fields = load_family(config.get("model_type")), HFConfig(config)
+        fields: an engine may have other defaults or none, and act on a field that is null. Of a wrapper (`parallel.wrappers`), return that
+        of the decoder. Raise GeometryError as `from_hf_config` does."""
+        family, fields = load_family((config := unwrap(config)).get("model_type")), HFConfig(config)
         family.read(fields)
+        check_wrapper(fields, family.__name__.rpartition(".")[2])
         named = {"model_type": family.__name__.rpartition(".")[2], "architectures": [family.ARCHITECTURE]}
         unknown = fields.refuse_unread()
-        return {**{name: value for name, value in config.items() if name not in unknown}, **fields.defaults, **named}
+        return {**{name: value for name, value in config.items() if name not in {*unknown, WRAPPER}}, **fields.defaults, **named}
 
     @property
     def layers(self) -> int:
@@ -112,12 +117,23 @@ class ModelGeometry:
         """Kinds of layers in the order of their first layer."""
         return _list_layer_kinds(self)
 
+    @property
+    def unquantized_modules(self) -> tuple[str, ...]:
+        """Names of linear layers in high precision that an engine would quantize unless config.json names them, in checkpoints and in
+        SGLang; the output layer and routers are none of them."""
+        kinds = dict.fromkeys(name for kind in self.attention for name in kind.unquantized_modules)
+        gate = ("shared_expert_gate",) if self.experts is not None and self.experts.shared_gate else ()
+        return (*kinds, *gate, *(("visual",) if self.prefix == DECODER else ()))
+
     def layer_kind(self, layer: int) -> LayerKind:
         return LayerKind(self.attention[layer], self.has_experts(layer))
 
     def attention_of(self, layer: int) -> AttentionKind:
-        """Return the attention of a layer. Layers for multi-token prediction, numbered after the others, have that of the last layer."""
-        return self.attention[min(layer, self.layers - 1)]
+        """Return the attention of a layer. Layers for multi-token prediction, numbered after the others, have that of the last layer with
+        a cache of tokens."""
+        if layer < self.layers:
+            return self.attention[layer]
+        return next(kind for kind in reversed(self.attention) if kind.has_cache_by_position)
 
     def shares_heads(self, ranks: int) -> bool:
         """Return whether `ranks` ranks can have equally many heads of every kind."""
@@ -157,7 +173,12 @@ class ModelGeometry:
     def is_mtp_tensor(self, name: str) -> bool:
         """Return whether a checkpoint name belongs to a layer for multi-token prediction."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        after_others = layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        return after_others or (self.mtp_layers > 0 and name.startswith("mtp."))
+
+    def is_vision_tensor(self, name: str) -> bool:
+        """Return whether a checkpoint name belongs to the vision tower of a wrapper."""
+        return self.prefix == DECODER and name.startswith(VISION)
 
     def build_checkpoint_shards(self) -> list[Shard]:
         """Return the checkpoint itself as shards: every tensor whole."""
@@ -187,7 +208,7 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     if model.value_head:
         output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
     family = load_family(model.family)
-    return (
+    parts: tuple[tuple[Weight, ...], ...] = (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
         *(add_adapters(family.list_layer(model, layer), model.adapters) for layer in range(model.layers)),
         (
@@ -196,6 +217,7 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )
+    return parts if model.prefix == "model." else tuple(tuple(add_prefix(part, model.prefix)) for part in parts)
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,6 @@ from parallel.shards import GeometryError, Weight
 if TYPE_CHECKING:
     from parallel.formats import TensorFormat
     from parallel.hf_config import Rope
-    from parallel.model_geometry import ModelGeometry
 
 
 class AttentionKind:
@@ -20,6 +19,8 @@ class AttentionKind:
     """Name of the layer's module in checkpoints."""
     has_cache_by_position: ClassVar[bool] = True
     """Whether an engine caches keys and values of each token. If not, it keeps a state of constant size for each request."""
+    unquantized_modules: ClassVar[tuple[str, ...]] = ()
+    """Names of linear layers in high precision, in checkpoints and in SGLang."""
     rope: Rope | None = None
 
     @property
@@ -65,8 +66,9 @@ class AttentionKind:
         """Return why the keys and values of a layer cannot share a scale, or ""."""
         return ""
 
-    def list_weights(self, model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
-        """Return the weights, given the name prefixes of the checkpoint's module and of Megatron's."""
+    def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
+        """Return the weights of a layer of width `hidden`, given the name prefixes of the checkpoint's module and of Megatron's, with one
+        of its own if a layer has scales of cached keys and values."""
         raise NotImplementedError
 
     def check_ranks(self, tp: int, field: str) -> None:

@@ -10,7 +10,7 @@ from parallel.attention.base import AttentionKind
 from parallel.shards import HFTensor, Region, Weight, make_vector, make_weight, take_all, take_rows
 
 if TYPE_CHECKING:
-    from parallel.model_geometry import ModelGeometry
+    from parallel.formats import TensorFormat
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class GatedDeltaNet(AttentionKind):
 
     module: ClassVar[str] = "linear_attn"
     has_cache_by_position: ClassVar[bool] = False
+    unquantized_modules: ClassVar[tuple[str, ...]] = ("in_proj_ba", "in_proj_b", "in_proj_a", "conv1d")
 
     @property
     def k_width(self) -> int:
@@ -61,18 +62,22 @@ class GatedDeltaNet(AttentionKind):
     def moved_heads(self) -> int:
         return self.channels + 2 * self.v_heads + self.v_width
 
+    def refuse_engine_format(self, format: TensorFormat) -> str:
+        names_modules = "modules_to_not_convert" in dict(format.quantization) or not format.quantized
+        return "" if names_modules else f"gated delta nets, whose gates SGLang would store in {format.name.upper()}"
+
     def count_state_bytes(self, tp: int, high_bytes: int) -> int:
         """Return the bytes of the float32 states, and of the last inputs of the convolution in the high dtype."""
         return (4 * self.v_width * self.k_dim + (self.taps - 1) * self.channels * high_bytes) // tp
 
-    def list_weights(self, model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
+    def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
         def decay(name: str) -> Weight:
             return make_weight(HFTensor(hf + name, self.v_heads, 1, "delta_decay", vector=True), megatron + name, "rows")
 
         conv = HFTensor(hf + "conv1d.weight", self.channels, self.taps, "delta_conv")
-        output = HFTensor(hf + "out_proj.weight", model.hidden, self.v_width, "attention_output")
+        output = HFTensor(hf + "out_proj.weight", hidden, self.v_width, "attention_output")
         return [
-            *(self._list_grouped(model.hidden, hf, megatron) if self.grouped else self._list_split(model.hidden, hf, megatron)),
+            *(self._list_grouped(hidden, hf, megatron) if self.grouped else self._list_split(hidden, hf, megatron)),
             Weight(tuple(self._split_qkv(conv)), megatron + "conv1d.weight", conv.name, "rows"),
             decay("A_log"),
             decay("dt_bias"),

@@ -12,7 +12,6 @@ from parallel.shards import HFTensor, Weight, make_vector, make_weight
 
 if TYPE_CHECKING:
     from parallel.formats import TensorFormat
-    from parallel.model_geometry import ModelGeometry
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever `rms_norm_eps` says, as in DeepSeek's code and in transformers."""
@@ -67,12 +66,12 @@ class LatentAttention(AttentionKind):
     def count_cache_bytes(self, tp: int, bytes_of: Callable[[int], int]) -> int:
         return bytes_of(self.kv_rank) + bytes_of(self.rope_dim)  # every rank keeps one latent for all heads
 
-    def list_weights(self, model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
+    def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
         """If there are two down projections, SGLang keeps them as one parameter."""
         q_width, down = self.heads * self.head_dim, ""
         if self.q_rank:
             down = hf + "fused_qkv_a_proj_with_mqa.weight"
-            q_a = HFTensor(hf + "q_a_proj.weight", self.q_rank, model.hidden, "attention_qkv")
+            q_a = HFTensor(hf + "q_a_proj.weight", self.q_rank, hidden, "attention_qkv")
             q_b = HFTensor(hf + "q_b_proj.weight", q_width, self.q_rank, "attention_qkv")
             queries = [
                 make_weight(q_a, megatron + "linear_q_down_proj.weight", "whole", down),
@@ -80,11 +79,11 @@ class LatentAttention(AttentionKind):
                 make_weight(q_b, megatron + "linear_q_up_proj.weight", "rows"),
             ]
         else:
-            q = HFTensor(hf + "q_proj.weight", q_width, model.hidden, "attention_qkv")
+            q = HFTensor(hf + "q_proj.weight", q_width, hidden, "attention_qkv")
             queries = [make_weight(q, megatron + "linear_q_proj.weight", "rows")]
-        kv_a = HFTensor(hf + "kv_a_proj_with_mqa.weight", self.kv_rank + self.rope_dim, model.hidden, "attention_qkv")
+        kv_a = HFTensor(hf + "kv_a_proj_with_mqa.weight", self.kv_rank + self.rope_dim, hidden, "attention_qkv")
         kv_b = HFTensor(hf + "kv_b_proj.weight", self.heads * (self.nope_dim + self.v_dim), self.kv_rank, "attention_qkv")
-        output = HFTensor(hf + "o_proj.weight", model.hidden, self.heads * self.v_dim, "attention_output")
+        output = HFTensor(hf + "o_proj.weight", hidden, self.heads * self.v_dim, "attention_output")
         return [
             *queries,
             make_weight(kv_a, megatron + "linear_kv_down_proj.weight", "whole", down),

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from parallel.attention.base import AttentionKind
 from parallel.hf_config import HFConfig, Rope
 from parallel.shards import GeometryError, HFTensor, Region, Weight, make_vector, make_weight, take_rows
-
-if TYPE_CHECKING:
-    from parallel.model_geometry import ModelGeometry
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class SoftmaxAttention(AttentionKind):
     def count_cache_bytes(self, tp: int, bytes_of: Callable[[int], int]) -> int:
         return 2 * max(1, self.kv_heads // tp) * bytes_of(self.head_dim)
 
-    def list_weights(self, model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
+    def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
         engine = hf.removesuffix("self_attn.") if self.gated else hf
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q": (1 + self.gated) * q, "k": kv, "v": kv}
@@ -65,16 +61,16 @@ class SoftmaxAttention(AttentionKind):
             weight = make_weight(parts, f"{megatron}linear_qkv.{kind}", "qkv", f"{engine}qkv_proj.{kind}")
             return weight._replace(stacks=(self.list_groups(*weight.pieces),), kv_heads=self.kv_heads)
 
-        weights = [stack("weight", model.hidden, "attention_qkv")]
+        weights = [stack("weight", hidden, "attention_qkv")]
         if self.qkv_bias:
             weights.append(stack("bias", 1, "bias"))
         if self.qk_norm:
             names = [(f"{part}_norm.weight", f"{megatron}{part}_layernorm.weight") for part in "qk"]
             weights += [make_vector(hf + name, self.head_dim, layer, sglang=engine + name) for name, layer in names]
-        if model.kv_scales:
+        if kv_scales:
             name = "attn.kv_scales"
             weights.append(make_vector(hf + name, 2, megatron + "core_attention.kv_scales", "kv_scales", engine + name))
-        output = HFTensor(hf + "o_proj.weight", model.hidden, q, "attention_output")
+        output = HFTensor(hf + "o_proj.weight", hidden, q, "attention_output")
         return [*weights, make_weight(output, megatron + "linear_proj.weight", "cols", engine + "o_proj.weight")]
 
     def list_groups(self, q: Region, k: Region, v: Region) -> tuple[Region, ...]:

@@ -7,7 +7,7 @@ from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
-list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
+list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mtp_layer, mtp_layers.list_copies
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 

@@ -29,7 +29,7 @@ def list_layer(model: ModelGeometry, layer: int) -> list[Weight]:
 
     return [
         norm("input", "input_layernorm"),
-        *model.attention_of(layer).list_weights(model, hf + "self_attn.", megatron + "self_attention."),
+        *model.attention_of(layer).list_weights(model.hidden, hf + "self_attn.", megatron + "self_attention.", model.kv_scales),
         norm("post_self_attn", "self_attn_bda.norm"),
         norm("post_attention", "pre_mlp_layernorm"),
         Weight(halves, megatron + "mlp.linear_fc1.weight", gate_up.name, "rows"),

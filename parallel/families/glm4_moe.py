@@ -8,7 +8,7 @@ from parallel.hf_config import MOST_LAYERS, HFConfig
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 
-list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
+list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mtp_layer, mtp_layers.list_copies
 
 _DEFAULTS = {  # as in transformers
     **{"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},

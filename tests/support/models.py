@@ -29,7 +29,7 @@ def make_model(folder, config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
-        values = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator)
+        values = torch.randn(tensor.shape, generator=generator)
         tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)

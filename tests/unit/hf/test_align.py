@@ -77,7 +77,7 @@ def test_widened_tensors_hold_the_original_values_and_zeros():
     model, wide = ModelGeometry.from_hf_config(config), ModelGeometry.from_hf_config(wide_config)
     heads = wide.attention[0]
     assert (wide.hidden, heads.heads, heads.kv_heads, wide.ffn) == (384, 3, 1, 128)  # 384, because 256 is not a multiple of 3 heads
-    shapes = {name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for name, tensor in model.tensors().items()}
+    shapes = {name: tensor.shape for name, tensor in model.tensors().items()}
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 
     def read(region: Region) -> torch.Tensor:
