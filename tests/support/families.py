@@ -112,34 +112,6 @@ _add(
     _GLM4_MOE | {"num_hidden_layers": 2, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
 )
 ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {"attention_bias": False, "use_qk_norm": False, "n_group": 4, "topk_group": 2}
-_HYBRID = {
-    "full_attention_interval": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-}
-_HYBRID_MOE = _HYBRID | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-}
-_HYBRID_SERVED = {"num_hidden_layers": 2, "full_attention_interval": 2, "head_dim": 64, "mtp_num_hidden_layers": 0}
-_add("qwen3_5_text", "Qwen3_5ForCausalLM", _HYBRID | {"head_dim": 128}, _HYBRID | _HYBRID_SERVED)
-_add("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _HYBRID_MOE | {"head_dim": 128}, _HYBRID_MOE | _HYBRID_SERVED)
-_add(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    _HYBRID_MOE | {"head_dim": 128, "full_attention_interval": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-    _HYBRID_MOE | _HYBRID_SERVED | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-)
-for _hybrid in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
-    ARCHITECTURES[_hybrid] |= {"mtp_num_hidden_layers": 0}
-    for _table in (ARCHITECTURES, ENGINE_ARCHITECTURES):
-        del _table[_hybrid]["rope_theta"]
 ARCHITECTURES["qwen3_yarn"] = ARCHITECTURES["qwen3"] | {"max_position_embeddings": 256, "rope_scaling": YARN}
 for _name in ("glm4_moe_air", "qwen3_moe_raw_weights"):
     ARCHITECTURES[_name] |= {"rope_scaling": YARN}
