@@ -83,6 +83,7 @@ def build_transformer_config(
         attention_length=geometry.attention_length,
         attention=geometry.attention,
         zero_centered_norms=geometry.zero_centered_norms,
+        hetereogenous_dist_checkpoint=len(set(geometry.attention)) > 1,  # otherwise Megatron stacks the tensors of all layers
         trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
         at_once=(train.count_at_once(layout, quantized, False), train.count_at_once(layout, quantized, True)),
         **layout_options(layout, train),

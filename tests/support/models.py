@@ -25,12 +25,13 @@ FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 
 def make_model(folder, config, seed=0):
-    """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms are near one, biases near zero."""
+    """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms scale by about one, biases are near zero."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for tensor in ModelGeometry.from_hf_config(config).tensors().values():
+    tensors, model = {}, ModelGeometry.from_hf_config(config)
+    for tensor in model.tensors().values():
         values = torch.randn(tensor.shape, generator=generator)
-        tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
+        middle = 0 if model.zero_centered_norms and not tensor.name.endswith("linear_attn.norm.weight") else 1
+        tensors[tensor.name] = middle + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
     return folder

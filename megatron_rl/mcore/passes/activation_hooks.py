@@ -33,7 +33,11 @@ def record_activations(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _to_engine_order(qkv: torch.Tensor, config: object) -> torch.Tensor:
-    """Reorder Megatron's `[q heads | k | v]` of each key-value head into all q, all k, all v."""
-    heads, groups = config.num_attention_heads, config.num_query_groups  # type: ignore[attr-defined]
-    parts = qkv.unflatten(-1, (groups, heads // groups + 2, -1)).split([heads // groups, 1, 1], dim=-2)
-    return torch.cat([part.flatten(-3) for part in parts], dim=-1)
+    """Reorder Megatron's `[q heads | k | v]` of each key-value head into all q, all k, all v. Gates of heads follow all q heads of their
+    group in Megatron, and each its own q head in the engine."""
+    queries, groups = config.num_attention_heads // config.num_query_groups, config.num_query_groups  # type: ignore[attr-defined]
+    per_head = 1 + config.attention_output_gate  # type: ignore[attr-defined]
+    by_group = qkv.unflatten(-1, (groups, per_head * queries + 2, -1))
+    query, key, value = by_group.split([per_head * queries, 1, 1], dim=-2)
+    query = query.unflatten(-2, (per_head, queries)).transpose(-2, -3)
+    return torch.cat([query.flatten(-4), key.flatten(-3), value.flatten(-3)], dim=-1)

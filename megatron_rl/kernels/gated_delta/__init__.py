@@ -1,0 +1,1 @@
+"""The gated delta rule, a linear attention with a fixed state per sequence."""
