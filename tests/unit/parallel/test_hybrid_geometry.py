@@ -79,8 +79,8 @@ def test_megatron_sorts_rows_that_the_checkpoint_groups_by_key_head(tp):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("model", [SPLIT, NEXT], ids=["split", "grouped"])
 def test_gated_attention_has_a_gate_for_each_query_head(model, tp):
-    """Megatron: [queries | gates | key | value] of each group, cut anywhere. SGLang: the checkpoint's [query | gate] of each head, and whole
-    key and value heads, in the layer itself."""
+    """Megatron: [queries | gates | key | value] of each group, cut anywhere. SGLang: the checkpoint's [query | gate] of each head, and
+    whole key and value heads, in the layer itself."""
     source, heads, groups = slow_cut.checkpoint(model), 4, 2
     q, k, v = (source[f"{FULL}{part}_proj.weight"] for part in "qkv")
     q = q.reshape(groups, heads // groups, 2, 128, -1)
