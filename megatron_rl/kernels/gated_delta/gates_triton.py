@@ -1,6 +1,7 @@
 """The Triton kernels of `gate_norm` and `gate` in `kernels.gated_delta.reference`, and their gradients.
 
-A program computes whole rows, one after the other, so the bits of a row do not depend on the number of rows. Gradients of the norm's weight
+A program computes whole rows, one after the other, so the bits of a row do not depend on the number of rows,
+which is no compile-time constant. Gradients of the norm's weight
 are added over the rows of a program, then over programs.
 """
 
@@ -14,6 +15,12 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _ROWS = 16  # rows of a program
 
 
+def align(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy, contiguous and at an address that is a multiple of 16, so that kernels have one specialization."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 @triton.jit
 def _load(x, place, inside):
     return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -24,7 +31,7 @@ def _sigmoid(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gate_norm_rows(x, z, weight, result, rows, eps, WIDTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
     """One program for ROWS rows of [rows, WIDTH]."""
     first, column = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, TILE)
@@ -37,7 +44,7 @@ def gate_norm_rows(x, z, weight, result, rows, eps, WIDTH: tl.constexpr, TILE: t
         tl.store(result + row * WIDTH + column, total.to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def differentiate_gate_norm(
     x, z, weight, gradient, of_x, of_z, of_weight, rows, eps, WIDTH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -94,7 +101,7 @@ def differentiate_gate(x, z, gradient, of_x, of_z, width, GATES: tl.constexpr, T
 class _GateNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x, z, weight = (each.contiguous() for each in (x, z, weight))
+        x, z, weight = (align(each) for each in (x, z, weight))
         ctx.save_for_backward(x, z, weight)
         ctx.eps = eps
         result, rows = torch.empty_like(x), x.numel() // len(weight)
@@ -112,7 +119,7 @@ class _GateNorm(torch.autograd.Function):
         of_weight = torch.empty(programs, width, device=x.device)
         if rows:
             differentiate_gate_norm[(programs,)](
-                x, z, weight, gradient.contiguous(), of_x, of_z, of_weight, rows, ctx.eps, width, triton.next_power_of_2(width), _ROWS,
+                x, z, weight, align(gradient), of_x, of_z, of_weight, rows, ctx.eps, width, triton.next_power_of_2(width), _ROWS,
                 **LAUNCH,
             )  # fmt: skip
         return of_x, of_z, of_weight.sum(0).to(weight.dtype), None
@@ -121,7 +128,7 @@ class _GateNorm(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        x, z = x.contiguous(), z.contiguous()
+        x, z = align(x), align(z)
         ctx.save_for_backward(x, z)
         result = torch.empty_like(x)
         if x.numel():
@@ -134,7 +141,7 @@ class _Gate(torch.autograd.Function):
         of_x, of_z = torch.empty_like(x), torch.empty_like(z)
         if x.numel():
             grid = (x.numel() // x.shape[-1],)
-            differentiate_gate[grid](x, z, gradient.contiguous(), of_x, of_z, x.shape[-1], z.shape == x.shape, _choose_tile(x), **LAUNCH)
+            differentiate_gate[grid](x, z, align(gradient), of_x, of_z, x.shape[-1], z.shape == x.shape, _choose_tile(x), **LAUNCH)
         return of_x, of_z
 
 

@@ -1,13 +1,14 @@
 """The Triton kernels of `kernels.gated_delta.reference`: convolution, recurrence, and their gradients.
 
-`advance_states` is one kernel for training, prompts, and decoded tokens, compiled once: it always reads and writes a state for each sequence,
-and no argument that differs between these uses is a compile-time constant. Another specialization could add in another order. A program
-keeps its columns of a head's state in registers from a sequence's first token to its last. All columns of k_dim are in one program, so a
-share of the heads has the bits of all.
+`advance_state` is one kernel for training, prompts, and decoded tokens, compiled once: it always reads and writes a state for each
+sequence, no argument that differs between these uses is a compile-time constant, and pointers are aligned. Another specialization could add
+in another order. A program keeps some columns of a head's state in registers from a sequence's first token to its last. All rows of these
+columns are in one program, so a share of the heads has the bits of all.
 
 The backward pass computes the states of `SPAN` tokens again, writes them to memory, and reads them in reverse order.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.kernels.gated_delta.gates_triton import align
 from megatron_rl.kernels.gated_delta.reference import NORM_EPS, DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.scan import SPAN
 
@@ -57,7 +59,7 @@ def convolve_token(mixed, windows, weight, result, sequences, starts, channels, 
     tl.store(result + token * channels + column, (total * _sigmoid(total)).to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def differentiate_totals(
     mixed, weight, gradient, of_total, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TAPS_TILE: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -133,7 +135,7 @@ def advance_state(
     span = tl.load(span_starts + sequence).to(tl.int64)
     for step in range(tl.load(starts + sequence + 1) - start):
         token = start + step
-        if keeps and step % SPAN == 0:
+        if (keeps != 0) & (step % SPAN == 0):
             tl.store(kept + ((span + step // SPAN) * V_HEADS + head) * K_DIM * V_DIM + place, state, mask=inside)
         q, q_norm = _load_normed(x + token * channels + k_head * K_DIM, K_DIM, K_TILE, EPS)
         k, k_norm = _load_normed(x + token * channels + (K_HEADS + k_head) * K_DIM, K_DIM, K_TILE, EPS)
@@ -146,21 +148,21 @@ def advance_state(
         state = state + k[:, None] * (error * beta)[None, :]
         result = (token * V_HEADS + head) * V_DIM + column
         tl.store(out + result, tl.sum(state * q[:, None], axis=0).to(out.dtype.element_ty), mask=column < V_DIM)
-        if keeps:
+        if keeps != 0:
             tl.store(errors + result, error, mask=column < V_DIM)
     tl.store(states + (sequence * V_HEADS + head) * K_DIM * V_DIM + place, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "tokens"])
 def differentiate_states(
     x, a, b, a_log, dt_bias, gradient, errors, kept, scratch, of_x, of_heads, of_gates, starts, span_starts, count, tokens,
     SCALE: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr,
     V_TILE: tl.constexpr, EPS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """One program for V_TILE columns of a head, for every num_programs(2)-th of `count` sequences. It writes the gradients of values to
-    `of_x` [t, channels], its part of those of normed queries and keys to `of_heads` float32 [2, programs(0), t, V_HEADS, K_DIM], and its part
-    of those of decay and beta to `of_gates` float32 [2, programs(0), t, V_HEADS]. `scratch` is float32 [programs(2), V_HEADS, SPAN, K_DIM,
-    V_DIM]."""
+    `of_x` [t, channels], its part of those of normed queries and keys to `of_heads` float32 [2, programs(0), t, V_HEADS, K_DIM], and its
+    part of those of decay and beta to `of_gates` float32 [2, programs(0), t, V_HEADS]. `scratch` is float32 [programs(2), V_HEADS, SPAN,
+    K_DIM, V_DIM]."""
     head, group = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row, column = tl.arange(0, K_TILE), tl.program_id(0) * V_TILE + tl.arange(0, V_TILE)
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
@@ -227,13 +229,13 @@ def _differentiate_normed(source, result, of_normed, factor, K_DIM: tl.constexpr
     tl.store(result + row, gradient.to(result.dtype.element_ty), mask=row < K_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def differentiate_inputs(
     x, a, b, a_log, dt_bias, of_heads, of_gates, of_x, of_a, of_b, of_rates, of_biases, tokens, PARTS: tl.constexpr, SCALE: tl.constexpr,
     K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """One program for a key head of a token: gradients of queries and keys in `of_x`, of a and b [t, V_HEADS], and, float32, the token's part
-    of those of a_log and dt_bias."""
+    """One program for a key head of a token: gradients of queries and keys in `of_x`, of a and b [t, V_HEADS], and, float32, the token's
+    part of those of a_log and dt_bias."""
     token, k_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, K_TILE)
     channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
@@ -268,11 +270,13 @@ class _Packed(NamedTuple):
     starts: torch.Tensor  # [n + 1]
     span_starts: torch.Tensor  # [n + 1]: numbers of the first span of each sequence
 
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> "_Packed":
-        starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
-        sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
-        return cls(*(torch.tensor(each, dtype=torch.int32).to(device, non_blocking=True) for each in (sequences, starts, spans)))
+
+@functools.lru_cache(16)
+def _pack(lengths: tuple[int, ...], device: torch.device) -> _Packed:
+    """Return the places of sequences of `lengths` tokens. All layers of a pass share them."""
+    starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
+    sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return _Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans)))
 
 
 def _name_sizes(heads: DeltaHeads) -> dict[str, Any]:
@@ -310,8 +314,8 @@ def _advance_states(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lengths: Sequence[int], heads: DeltaHeads, *tensors: torch.Tensor) -> torch.Tensor:
-        mixed, a, b, conv, a_log, dt_bias = tensors = tuple(x.contiguous() for x in tensors)
-        packed, weights = _Packed.from_lengths(lengths, mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
+        mixed, a, b, conv, a_log, dt_bias = tensors = tuple(align(x) for x in tensors)
+        packed, weights = _pack(tuple(lengths), mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
         state = heads.v, heads.k_dim, heads.v_dim
         states = torch.zeros(len(lengths), *state, device=mixed.device)
         errors = torch.empty(len(mixed), heads.v, heads.v_dim, device=mixed.device)
@@ -326,11 +330,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mixed, a, b, conv, a_log, dt_bias, x, errors, spans, *places = ctx.saved_tensors
         packed, weights = _Packed(*places), DeltaWeights(conv, a_log, dt_bias, ctx.heads)
-        of_x, of_a, of_b, of_a_log, of_dt_bias = _differentiate_recurrence(
-            weights, (x, a, b), packed, (errors, spans), gradient.contiguous()
-        )
+        of_x, *others = _differentiate_recurrence(weights, (x, a, b), packed, (errors, spans), align(gradient))
         of_mixed, of_conv = _differentiate_convolution(mixed, conv, packed, of_x)
-        return None, None, of_mixed, of_a, of_b, of_conv, of_a_log, of_dt_bias
+        return None, None, of_mixed, *others[:2], of_conv, *others[2:]
 
 
 def _differentiate_recurrence(
@@ -339,7 +341,7 @@ def _differentiate_recurrence(
     packed: _Packed,
     kept: tuple[torch.Tensor, torch.Tensor],
     gradient: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of x, a, b, a_log, and dt_bias for that of the outputs."""
     heads, (x, a, b), tokens, count = weights.heads, inputs, len(inputs[0]), len(packed.starts) - 1
     columns, groups = min(_BACKWARD_COLUMNS, triton.next_power_of_2(heads.v_dim)), min(count, _GROUPS)
@@ -386,13 +388,10 @@ def advance(
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `kernels.gated_delta.reference.advance`."""
-    mixed, a, b, windows = (x.contiguous() for x in (mixed, a, b, windows))
-    weights = DeltaWeights(*(x.contiguous() for x in weights[:3]), weights.heads)
-    packed, states, last = (
-        _Packed.from_lengths(lengths, mixed.device),
-        states.clone(memory_format=torch.contiguous_format),
-        windows.shape[-1],
-    )
+    mixed, a, b, windows = (align(x) for x in (mixed, a, b, windows))
+    weights = DeltaWeights(*(align(x) for x in weights[:3]), weights.heads)
+    packed, last = _pack(tuple(lengths), mixed.device), windows.shape[-1]
+    states = states.clone(memory_format=torch.contiguous_format)
     x = _convolve(mixed, weights.conv, windows, packed)
     out = _advance_states(weights, x, a, b, packed, states)
     return out, _move_windows(mixed, windows, packed.starts.long(), last), states

@@ -2,9 +2,10 @@
 
 from unittest.mock import patch
 
+import hopper_kernels
 import torch
 from support.delta_rule import advance_in_cuts, choose_heads, draw_layer
-from support.kernel_tests import in_interpreter, random
+from support.kernel_tests import call_with_triton, in_interpreter, needs_triton, random
 
 from megatron_rl.kernels.gated_delta import reference
 from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
@@ -25,7 +26,7 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
         dy, results = random(sum(lengths), heads.v, heads.v_dim, seed=9, dtype=dtype), []
         for function in (kernels.attend, reference.attend):
             leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row)]
-            with patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8, _COLUMNS=32, _TOKENS=4):
+            with patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8, _COLUMNS=32, _TOKENS=4, _pack=kernels._pack.__wrapped__):
                 out = function(DeltaWeights(*leaves[:3], heads), *leaves[3:], lengths)
                 results.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
         near = 1e-6 if dtype is torch.float32 else 2**-6  # the interpreter truncates to BF16
@@ -70,3 +71,27 @@ def test_gates_and_their_gradients_are_the_references_and_do_not_depend_on_the_n
             few = getattr(kernels, name)(*(each[5:7] for each in inputs[:2]), *inputs[2:], *others)
             assert torch.equal(few, results[0][0][5:7])
             assert getattr(kernels, name)(*(each[:0] for each in inputs[:2]), *inputs[2:], *others).shape == (0, 3, 24)
+
+
+@needs_triton
+def test_training_prompts_and_decoded_tokens_run_one_specialization():
+    """Another one, such as for a single token, could add in another order."""
+    assert call_with_triton(count_specializations) == {"convolve_token": (1, 3), "advance_state": (1, 3)}
+
+
+def count_specializations():
+    """Return (number of different kernels, launches) by name, compiled for Hopper."""
+    from triton.runtime.jit import JITFunction
+
+    with patch.object(JITFunction, "__getitem__", JITFunction.__getitem__):
+        compiled = hopper_kernels.intercept_launches()
+        from megatron_rl.kernels.gated_delta import triton as kernels
+
+        heads = DeltaHeads(1, 2, 16, 16)
+        weights, row = draw_layer(heads, 70, torch.bfloat16)
+        kernels.attend(weights, *row, [54, 16])
+        for tokens in (16, 1):
+            a_b = [x[1 : 1 + tokens] for x in row[1:]]  # views at addresses that are no multiples of 16
+            windows, states = row[0].new_zeros(tokens, row[0].shape[1], 3), torch.zeros(tokens, heads.v, heads.k_dim, heads.v_dim)
+            kernels.advance(weights, row[0][:tokens], *a_b, [1] * tokens, windows, states)
+    return {name: (len({kernel.hash for kernel in kernels}), len(kernels)) for name, kernels in compiled.items()}
