@@ -3,7 +3,7 @@
 step_00030/
   mcore/      torch_dist: weights, FP32 masters, Adam's moments, random states of all ranks; loads into any layout
   hf/         config.json and tokenizer
-  mtp/        untrained multi-token prediction layers of the source model, as safetensors
+  mtp/        what is not trained of the source model (`hf.mtp_layers`), as safetensors
   state.json  step, policy version, precision, layout, state of data and algorithm, sizes and hashes of all other files; written last
 
 FP8 blocks are not stored, since they are recomputed from the masters. Blocks adopted from an imported FP8 checkpoint are adopted again,
@@ -31,6 +31,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint.folder import DamagedStateError, read_state_file
+from parallel.attention.gated_delta_net import STACKED_ROWS
 from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -93,7 +94,9 @@ class RunWeights:
     def _read_parameter(self, name: str) -> torch.Tensor:
         if self._last[0] != name:
             self._last = "", torch.empty(0)  # free it before reading
-            self._last = name, self._read(*find_stored(name, self._stored))
+            parts = next((parts for ending, parts in STACKED_ROWS.items() if name.endswith(ending)), "")
+            stored = [self._read(*find_stored(each, self._stored)) for each in ([f"{name}.{part}" for part in parts] or [name])]
+            self._last = name, torch.cat(stored) if parts else stored[0]
         return self._last[1]
 
     def _read(self, key: str, index: tuple[int, ...]) -> torch.Tensor:

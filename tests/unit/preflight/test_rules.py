@@ -283,7 +283,7 @@ MISTAKES = [
     refuse("rollout.tp = 3: ",
            layouts.engine_can_shard_the_model, "train eval plan", "--rollout.tp=3"),
     refuse("precision.mode = 'int8_rollout': is not supported for latent attention (MLA), because SGLang absorbs an INT8 kv_b_proj",
-           layouts.engine_can_quantize_latent_attention, "train eval plan", "--precision.mode=int8_rollout", model=MLA),
+           layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=int8_rollout", model=MLA),
     refuse("precision.kv = 'e4m3_per_layer': is not supported for latent attention (MLA): its cache has no keys and values, and",
            layouts.attention_supports_kv_scales_by_layer, "train eval plan", "--precision.kv=e4m3_per_layer", model=MLA),
     refuse("precision.backend = 'deep_gemm': ",
