@@ -21,6 +21,7 @@ CASES = [
     (Layout(tp=2, pp=2), "qwen3", FP8),
     (Layout(dp=2, ep=2), "qwen3_moe", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=1), "deepseek_v3", FP8),
+    (Layout(tp=2), "qwen3_5_text", FP8),
 ]
 LONG = [
     (Layout(tp=2, dp=2, ep=4, etp=1), "qwen3_moe", FAST),
@@ -29,6 +30,8 @@ LONG = [
     (Layout(tp=2, cp=2), "qwen3", FP8),
     (Layout(tp=2), "glm4", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8),
+    (Layout(tp=2, ep=2, etp=1), "qwen3_next", FP8),
+    (Layout(dp=2, ep=2), "qwen3_5_moe_text", BF16),
 ]
 
 
