@@ -56,7 +56,7 @@ class GatedDeltaNet(AttentionKind):
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        return ()
+        return ("in_proj_qkvz", "out_proj")
 
     @property
     def moved_heads(self) -> int:
