@@ -23,11 +23,7 @@ class _Layer:
     """A layer whose backend normalizes as the fused kernel does, without quantizing."""
 
     weight = SimpleNamespace(requires_grad=True)
-
-    class backend:
-        @staticmethod
-        def quantize_norm(x, residual, weight, eps, columns):
-            return normalize_reference(x, residual, weight, eps)
+    backend = SimpleNamespace(quantize_norm=lambda x, residual, weight, eps, columns: normalize_reference(x, residual, weight, eps))
 
 
 def test_the_scale_is_one_plus_the_weight_in_float32():
