@@ -9,7 +9,6 @@ from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout import memory_saver
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, find_meeting_host, get_base_gpu_id, list_launchers, place_engine
-from parallel.attention import GatedDeltaNet
 
 
 @rule(Needs.TRAINER | Needs.MACHINE)
@@ -55,17 +54,6 @@ def kv_scales_by_token_run_on_a_cpu(facts: Facts) -> None:
     if facts.contract.kv == "e4m3" and facts.node_gpus:
         rule = "only runs on CPUs, because SGLang's GPU kernels do not read a scale per token and head"
         raise UserError("precision.kv", facts.contract.kv, rule, "use e4m3_per_layer, or high with latent attention (MLA)")
-
-
-@rule(Needs.MODEL | Needs.ENGINE | Needs.NODE)
-def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
-    """An engine that computes gated delta nets by the trainer's kernels copies lengths to the GPU in every pass."""
-    options, contract = facts.config.rollout.sglang, facts.contract
-    captured = [name for name in options if name.startswith("cuda_graph") and options[name] != "disabled"]
-    shared = facts.node_gpus and contract.trainer_format.quantized == contract.engine_format.quantized
-    if shared and captured and any(isinstance(kind, GatedDeltaNet) for kind in facts.model.attention):
-        rule = "captures passes as CUDA graphs, which is not supported for gated delta nets with the trainer's kernels"
-        raise UserError(f"rollout.sglang.{captured[0]}", options[captured[0]], rule, "leave it out, or use precision.mode = 'fp8_rollout'")
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
