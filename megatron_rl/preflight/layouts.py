@@ -172,7 +172,7 @@ def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
             raise UserError("precision.kv", facts.contract.kv, f"is not supported for {reason}", "use high, or e4m3 on a CPU")
 
 
-@rule(Needs.MODEL | Needs.ENGINE | Needs.NODE)
+@rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
 def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
     """An engine that computes gated delta nets by the trainer's kernels copies lengths to the GPU in every pass."""
     options, contract = facts.config.rollout.sglang, facts.contract

@@ -306,7 +306,7 @@ MISTAKES = [
     refuse("precision.kv = 'e4m3': only runs on CPUs, because SGLang's GPU kernels do not read a scale per token and head; use",
            machine.kv_scales_by_token_run_on_a_cpu, "train eval plan", "--precision.kv=e4m3", GLOO, gpus=1),
     refuse("rollout.sglang.cuda_graph_backend_decode = 'full': captures passes as CUDA graphs, which is not supported for gated delta nets",
-           layouts.shared_delta_rule_is_in_no_graph, "train eval plan", "--rollout.sglang.cuda_graph_backend_decode=full", GLOO, gpus=1,
+           layouts.shared_delta_rule_is_in_no_graph, "train plan", "--rollout.sglang.cuda_graph_backend_decode=full", GLOO, gpus=1,
            model=ARCHITECTURES["qwen3_5_text"]),
     refuse("rollout.engines = 2: needs 2 * 1 GPUs per node (rollout.engines * rollout.tp), but this machine has 1; lower one of them",
            machine.engines_fit_on_their_nodes, "train eval", "--rollout.engines=2", GLOO, gpus=1),
