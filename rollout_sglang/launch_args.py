@@ -126,7 +126,7 @@ def make_server_arguments(
             flags.append("enable-memory-saver")
         has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in read_config(model_path)
         if has_states:
-            options |= {"mamba-radix-cache-strategy": "no_buffer", "cuda-graph-backend-decode": "disabled"}  # see `hooks.gated_delta`
+            options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
             flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
         unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)

@@ -174,12 +174,12 @@ def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
 def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
-    """An engine that computes gated delta nets by the trainer's kernels copies lengths to the GPU in every pass."""
+    """An engine that computes gated delta nets by the trainer's kernels copies the lengths of prompts to the GPU."""
     options, contract = facts.config.rollout.sglang, facts.contract
-    captured = [name for name in options if name.startswith("cuda_graph") and options[name] != "disabled"]
+    captured = [name for name in ("cuda_graph_config", "cuda_graph_backend_prefill") if options.get(name, "disabled") != "disabled"]
     shared = facts.node_gpus and contract.trainer_format.quantized == contract.engine_format.quantized
     if shared and captured and any(isinstance(kind, GatedDeltaNet) for kind in facts.model.attention):
-        rule = "captures passes as CUDA graphs, which is not supported for gated delta nets with the trainer's kernels"
+        rule = "captures prompts as CUDA graphs, which is not supported for gated delta nets with the trainer's kernels"
         raise UserError(f"rollout.sglang.{captured[0]}", options[captured[0]], rule, "leave it out, or use precision.mode = 'fp8_rollout'")
 
 

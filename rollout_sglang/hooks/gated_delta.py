@@ -1,6 +1,6 @@
 """Gated delta nets, gated attention and gated shared experts of Qwen3-Next and Qwen3.5, with the trainer's operators. They replace kernels
 of SGLang whose sums depend on the batch and on where a prompt is cut. On a CPU all of them do. On a GPU the delta rule and its norm do, if
-`SHARED_VARIABLE` is set; then nothing may capture a pass as a CUDA graph, because it copies lengths to the GPU.
+`SHARED_VARIABLE` is set; then no CUDA graph may capture prompts, because a pass copies their lengths to the GPU.
 
 SGLang's pool of states holds, by layer and request, the last inputs of the convolution `[channels, taps - 1]` in `precision.high` and the
 recurrent state `[v heads, v_dim, k_dim]` in float32. The operator takes a state as `[v heads, k_dim, v_dim]`.
@@ -86,7 +86,7 @@ def extend(self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a
         raise NotImplementedError(
             "states inside of a prompt's part, for --mamba-radix-cache-strategy extra_buffer or drafts, are not supported"
         )
-    fresh = torch.as_tensor(forward_batch.extend_prefix_lens_cpu) == 0
+    fresh = forward_batch.extend_prefix_lens == 0
     return _advance(self, layer, mixed_qkv, a, b, list(forward_batch.extend_seq_lens_cpu), fresh)
 
 
@@ -105,7 +105,7 @@ def _advance(
     check_state_dtypes(all_windows, all_states, mixed.dtype)
     windows, states = all_windows[slots], all_states[slots]
     if fresh is not None:
-        windows[fresh], states[fresh] = 0, 0
+        windows, states = windows.masked_fill(fresh[:, None, None], 0), states.masked_fill(fresh[:, None, None, None], 0)
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, heads)
     out, windows, states = reference.advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())

@@ -271,12 +271,23 @@ class _Packed(NamedTuple):
     span_starts: torch.Tensor  # [n + 1]: numbers of the first span of each sequence
 
 
-@functools.lru_cache(16)
 def _pack(lengths: tuple[int, ...], device: torch.device) -> _Packed:
     """Return the places of sequences of `lengths` tokens. All layers of a pass share them."""
+    return _pack_decoded(len(lengths), device) if set(lengths) == {1} else _pack_prompts(lengths, device)
+
+
+@functools.lru_cache(16)
+def _pack_prompts(lengths: tuple[int, ...], device: torch.device) -> _Packed:
     starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
     sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
     return _Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans)))
+
+
+@functools.cache
+def _pack_decoded(count: int, device: torch.device) -> _Packed:
+    """Return the places of `count` sequences of one token, which are kept: a CUDA graph reads them at every replay."""
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+    return _Packed(starts[:-1], starts, starts)
 
 
 def _name_sizes(heads: DeltaHeads) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class Engine:
     def extend(self, slots, prefixes, lengths, inputs, tracked=False):
         self._plan(slots, tracked)
         batch = SimpleNamespace(
-            forward_mode=SimpleNamespace(is_target_verify=lambda: False), extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths
+            forward_mode=SimpleNamespace(is_target_verify=lambda: False),
+            extend_prefix_lens=torch.tensor(prefixes),
+            extend_seq_lens_cpu=lengths,
         )
         return gated_delta.extend(self.backend, self.layer, batch, *inputs)[0]
 
