@@ -31,7 +31,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import adapters, e4m3_cache, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import adapters, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
@@ -124,8 +124,12 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
+        has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in read_config(model_path)
+        if has_states:
+            options |= {"mamba-radix-cache-strategy": "no_buffer", "cuda-graph-backend-decode": "disabled"}  # see `hooks.gated_delta`
+            flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
-        unwanted = config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
+        unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-backend-prefill"] = "disabled"
     else:
@@ -138,6 +142,12 @@ def make_server_arguments(
     return words + make_arguments(rollout.sglang)
 
 
+def _shares_delta_rule(contract: PrecisionContract) -> bool:
+    """Return whether an engine on a GPU computes gated delta nets by the trainer's kernels. If it alone is quantized, SGLang's own are
+    faster and no less exact."""
+    return contract.trainer_format.quantized == contract.engine_format.quantized
+
+
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
     contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
@@ -148,7 +158,8 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
-        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory}
+        shared = {gated_delta.SHARED_VARIABLE: "1"} if _shares_delta_rule(contract) else {}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory, **shared}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {

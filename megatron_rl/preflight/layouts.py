@@ -8,6 +8,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
+from parallel.attention import GatedDeltaNet
 from parallel.hf_config import MOST_POSITIONS, HFConfig
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
@@ -169,6 +170,17 @@ def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
     for kind in dict.fromkeys(facts.model.attention):
         if facts.contract.scales_kv_by_layer and (reason := kind.refuse_kv_scales_by_layer()):
             raise UserError("precision.kv", facts.contract.kv, f"is not supported for {reason}", "use high, or e4m3 on a CPU")
+
+
+@rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
+def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
+    """An engine that computes gated delta nets by the trainer's kernels copies lengths to the GPU in every pass."""
+    options, contract = facts.config.rollout.sglang, facts.contract
+    captured = [name for name in options if name.startswith("cuda_graph") and options[name] != "disabled"]
+    shared = facts.node_gpus and contract.trainer_format.quantized == contract.engine_format.quantized
+    if shared and captured and any(isinstance(kind, GatedDeltaNet) for kind in facts.model.attention):
+        rule = "captures passes as CUDA graphs, which is not supported for gated delta nets with the trainer's kernels"
+        raise UserError(f"rollout.sglang.{captured[0]}", options[captured[0]], rule, "leave it out, or use precision.mode = 'fp8_rollout'")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

@@ -12,9 +12,6 @@ from parallel.shards import HFTensor, Region, Weight, make_vector, make_weight, 
 if TYPE_CHECKING:
     from parallel.formats import TensorFormat
 
-STACKED_ROWS = {".in_proj_qkvz.weight": "qkvz", ".in_proj_ba.weight": "ba", ".conv1d.weight": "qkv"}
-"""End of the name of a parameter of Megatron's whose rows are stacked parts, and these parts' names."""
-
 
 @dataclass(frozen=True)
 class GatedDeltaNet(AttentionKind):
@@ -60,7 +57,7 @@ class GatedDeltaNet(AttentionKind):
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        return ()
+        return ("in_proj_qkvz", "out_proj")
 
     @property
     def moved_heads(self) -> int:

@@ -71,19 +71,22 @@ def _list_hooks() -> list[Hook]:
 
 def list_gpu_hooks() -> list[Hook]:
     """Return the hooks on GPU code of SGLang that does not follow the precision contract."""
+    from rollout_sglang.hooks import gated_delta
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
+    shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
     return [
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", quant.dispatch_block_linear, "AROUND"),
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
         ("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8", quant.quantize_tokens, "REPLACE"),
         ("sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant", quant.quantize_groups, "REPLACE"),
+        *shared,
     ]
 
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_gated_delta, cpu_kernels, cpu_moe, e4m3_cache, fp32_router, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, gated_delta, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -120,16 +123,25 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_kernels.dequantize_kv_b, "REPLACE"),
         ("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", cpu_kernels.keep_heads, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),
-        (_DELTA_SPLIT + "_contiguous", cpu_gated_delta.split_contiguous, "REPLACE"),
-        (_DELTA_SPLIT, cpu_gated_delta.split_grouped, "REPLACE"),
-        ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", cpu_gated_delta.gate_norm, "REPLACE"),
-        ("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", cpu_gated_delta.gate_norm, "REPLACE"),
-        ("sglang.srt.layers.layernorm.GemmaRMSNorm.forward_native", cpu_gated_delta.apply_zero_centered_norm, "REPLACE"),
-        ("sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention", cpu_gated_delta.attend_with_gate, "REPLACE"),
-        ("sglang.srt.models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention", cpu_gated_delta.attend_with_gate, "REPLACE"),
-        ("sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", cpu_gated_delta.add_gated_shared_expert, "REPLACE"),
-        (_DELTA_BACKEND + "forward_extend", cpu_gated_delta.extend, "REPLACE"),
-        (_DELTA_BACKEND + "forward_decode", cpu_gated_delta.decode, "REPLACE"),
+        (_DELTA_SPLIT + "_contiguous", gated_delta.split_contiguous, "REPLACE"),
+        (_DELTA_SPLIT, gated_delta.split_grouped, "REPLACE"),
+        ("sglang.srt.layers.layernorm.GemmaRMSNorm.forward_native", gated_delta.apply_zero_centered_norm, "REPLACE"),
+        ("sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention", gated_delta.attend_with_gate, "REPLACE"),
+        ("sglang.srt.models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention", gated_delta.attend_with_gate, "REPLACE"),
+        ("sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", gated_delta.add_gated_shared_expert, "REPLACE"),
+        *list_delta_hooks(),
+    ]
+
+
+def list_delta_hooks() -> list[Hook]:
+    """Return the hooks on the delta rule, with which it is the trainer's."""
+    from rollout_sglang.hooks import gated_delta
+
+    return [
+        (_DELTA_BACKEND + "forward_extend", gated_delta.extend, "REPLACE"),
+        (_DELTA_BACKEND + "forward_decode", gated_delta.decode, "REPLACE"),
+        ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", gated_delta.gate_norm, "REPLACE"),
+        ("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", gated_delta.gate_norm, "REPLACE"),
     ]
 
 

@@ -31,7 +31,6 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint.folder import DamagedStateError, read_state_file
-from parallel.attention.gated_delta_net import STACKED_ROWS
 from parallel.digest import view_rect
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -94,9 +93,7 @@ class RunWeights:
     def _read_parameter(self, name: str) -> torch.Tensor:
         if self._last[0] != name:
             self._last = "", torch.empty(0)  # free it before reading
-            parts = next((parts for ending, parts in STACKED_ROWS.items() if name.endswith(ending)), "")
-            stored = [self._read(*find_stored(each, self._stored)) for each in ([f"{name}.{part}" for part in parts] or [name])]
-            self._last = name, torch.cat(stored) if parts else stored[0]
+            self._last = name, self._read(*find_stored(name, self._stored))
         return self._last[1]
 
     def _read(self, key: str, index: tuple[int, ...]) -> torch.Tensor:

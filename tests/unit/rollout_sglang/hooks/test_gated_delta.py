@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, attend, gate
-from rollout_sglang.hooks import cpu_gated_delta
+from rollout_sglang.hooks import gated_delta
 
 HEADS = DeltaHeads(2, 6, 8, 4)
 SIZES = HEADS.k, HEADS.v, HEADS.k_dim, HEADS.v_dim
@@ -29,8 +29,8 @@ def test_both_orders_of_projected_rows_give_the_same_parts():
         rows += [q[:, head], k[:, head], v[:, own].flatten(1), z[:, own].flatten(1)]
         gates += [b[:, own], a[:, own]]
     wanted = torch.cat([part.flatten(1) for part in (q, k, v)], 1), z, b, a
-    grouped = cpu_gated_delta.split_grouped(torch.cat(rows, 1), torch.cat(gates, 1), *SIZES)
-    for parts in (cpu_gated_delta.split_contiguous(*by_kind, *SIZES), grouped):
+    grouped = gated_delta.split_grouped(torch.cat(rows, 1), torch.cat(gates, 1), *SIZES)
+    for parts in (gated_delta.split_contiguous(*by_kind, *SIZES), grouped):
         assert all(torch.equal(part, other) for part, other in zip(parts, wanted, strict=True))
 
 
@@ -59,11 +59,11 @@ class Engine:
         batch = SimpleNamespace(
             forward_mode=SimpleNamespace(is_target_verify=lambda: False), extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=lengths
         )
-        return cpu_gated_delta.extend(self.backend, self.layer, batch, *inputs)[0]
+        return gated_delta.extend(self.backend, self.layer, batch, *inputs)[0]
 
     def decode(self, slots, inputs, track=None):
         self._plan(slots)
-        return cpu_gated_delta.decode(self.backend, self.layer, SimpleNamespace(mamba_track_mask=track), *inputs)[0]
+        return gated_delta.decode(self.backend, self.layer, SimpleNamespace(mamba_track_mask=track), *inputs)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,7 +101,7 @@ def test_states_inside_of_a_part_and_other_norms_are_refused():
         Engine().decode([1], inputs, track=torch.ones(1).bool())
     norm = SimpleNamespace(activation="sigmoid", weight=torch.ones(4), eps=1e-6)
     with pytest.raises(NotImplementedError, match=r"other than rms_norm\(x\) \* silu\(z\)"):
-        cpu_gated_delta.gate_norm(norm, random(2, 4), random(2, 4))
+        gated_delta.gate_norm(norm, random(2, 4), random(2, 4))
 
 
 def test_gates_round_once():
@@ -109,8 +109,8 @@ def test_gates_round_once():
     attention = SimpleNamespace(
         forward_prepare_native=lambda *_: (x, x, x, total.view(5, 4, 4)), attn=lambda q, *_: q, o_proj=lambda y: (y, None)
     )
-    assert torch.equal(cpu_gated_delta.attend_with_gate(attention, None, x, None), gate(x, total))
+    assert torch.equal(gated_delta.attend_with_gate(attention, None, x, None), gate(x, total))
     added = total.clone()
-    cpu_gated_delta.add_gated_shared_expert(x, weight[0], shared, added)
+    gated_delta.add_gated_shared_expert(x, weight[0], shared, added)
     score = (x.float() @ weight[0].float()).bfloat16()
     assert torch.equal(added, total + gate(shared, score[:, None]))

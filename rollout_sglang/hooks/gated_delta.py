@@ -1,5 +1,6 @@
-"""Gated delta nets, gated attention and gated shared experts of Qwen3-Next and Qwen3.5 on a CPU, with the trainer's bits. They replace
-Triton kernels of SGLang, whose sums depend on the batch and on where a prompt is cut.
+"""Gated delta nets, gated attention and gated shared experts of Qwen3-Next and Qwen3.5, with the trainer's operators. They replace kernels
+of SGLang whose sums depend on the batch and on where a prompt is cut. On a CPU all of them do. On a GPU the delta rule and its norm do, if
+`SHARED_VARIABLE` is set; then nothing may capture a pass as a CUDA graph, because it copies lengths to the GPU.
 
 SGLang's pool of states holds, by layer and request, the last inputs of the convolution `[channels, taps - 1]` in `precision.high` and the
 recurrent state `[v heads, v_dim, k_dim]` in float32. The operator takes a state as `[v heads, k_dim, v_dim]`.
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.gated_delta import reference as gated_delta
+from megatron_rl.kernels.gated_delta import reference
 from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
 
+SHARED_VARIABLE = "MEGATRON_RL_DELTA"  # environment variable of the processes of an engine on a GPU that shares the trainer's delta rule
 _SILU = ("silu", "swish")
 _STATE_DTYPE = torch.float32
 
@@ -40,8 +42,8 @@ def split_grouped(qkvz: torch.Tensor, ba: torch.Tensor, k_heads: int, v_heads: i
 def gate_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
     """Replace `forward` of Qwen3.5's `RMSNorm` and of Qwen3-Next's `FusedRMSNormGated`: x and z `[T * v heads, v_dim]`."""
     if z is None or self.activation not in _SILU or getattr(self, "group_size", None) or not getattr(self, "norm_before_gate", True):
-        raise NotImplementedError(f"a gated norm other than rms_norm(x) * silu(z) is not supported on the CPU tier ({self.activation})")
-    return gated_delta.gate_norm(x, z, self.weight, self.eps)
+        raise NotImplementedError(f"a gated norm other than rms_norm(x) * silu(z) is not supported ({self.activation})")
+    return reference.gate_norm(x, z.reshape(x.shape), self.weight, self.eps)
 
 
 def apply_zero_centered_norm(
@@ -60,13 +62,13 @@ def attend_with_gate(self: Any, positions: torch.Tensor, hidden_states: torch.Te
     q, k, v, gate = self.forward_prepare_native(positions, hidden_states)
     attended = self.attn(q, k, v, forward_batch)
     if gate is not None:
-        attended = gated_delta.gate(attended, gate.reshape(attended.shape))
+        attended = reference.gate(attended, gate.reshape(attended.shape))
     return self.o_proj(attended)[0]
 
 
 def add_gated_shared_expert(x: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, total: torch.Tensor) -> None:
     """Replace `fused_gate_sigmoid_mul_add`: add shared * sigmoid(x . weight) to `total` `[T, H]` in place. weight: `[H]`."""
-    total += gated_delta.gate(shared, batch_invariant.invariant_matmul(x, weight[None]))
+    total += reference.gate(shared, batch_invariant.invariant_matmul(x, weight[None]))
 
 
 def check_state_dtypes(windows: torch.Tensor, states: torch.Tensor, dtype: torch.dtype) -> None:
@@ -106,6 +108,6 @@ def _advance(
         windows[fresh], states[fresh] = 0, 0
     heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, heads)
-    out, windows, states = gated_delta.advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
+    out, windows, states = reference.advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
     all_windows[slots], all_states[slots] = windows, states.transpose(-1, -2)
     return out[None]
