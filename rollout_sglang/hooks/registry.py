@@ -50,6 +50,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
+        ("sglang.srt.models.qwen3_5_text.Qwen3_5ForCausalLM.load_weights", startup.load_decoder, "AROUND"),
         ("sglang.srt.managers.load_snapshot.shm_path_for", startup.place_load_file, "REPLACE"),
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),

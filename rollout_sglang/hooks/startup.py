@@ -16,6 +16,7 @@ from parallel.attention.latent import LATENT_NORM_EPS
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
+from parallel.wrappers import DECODER, VISION
 from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors
 
@@ -93,6 +94,13 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
         elif target not in parameters:
             raise KeyError(target)
     return result
+
+
+def load_decoder(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
+    """Wrap `load_weights` of Qwen3.5's decoders: in a checkpoint for text and images, load the decoder alone. SGLang would leave its
+    parameters as they are and log a line for each."""
+    renamed = ((name.replace(DECODER, "model.", 1), value) for name, value in weights if not name.startswith(VISION))
+    return original(model, renamed)
 
 
 def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:

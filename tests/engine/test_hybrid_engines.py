@@ -1,6 +1,8 @@
 """The engine serves models with gated delta nets: the right function, and bits that depend neither on the batch nor on where a prompt is
 cut."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -44,5 +46,16 @@ def test_a_hybrid_is_served_exactly(name, precision, engine, changes, tmp_path):
         assert np.array_equal(each.output_ids_T[5:], other.output_ids_T) and np.array_equal(each.logprobs_T[5:], other.logprobs_T)
     if precision == "fp32":
         for prompt, each in zip(PROMPTS, together, strict=True):
+            reference = hybrids.compute_reference(folder, prompt, each.output_ids_T.tolist())
+            torch.testing.assert_close(torch.tensor(each.logprobs_T), reference, atol=1e-4, rtol=0)
+
+
+@pytest.mark.long
+def test_the_decoder_of_a_checkpoint_for_text_and_images_is_served(tmp_path):
+    folder = hybrids.make_hybrid(tmp_path / "model", "qwen3_5_moe")
+    shutil.copytree(folder, tmp_path / "whole")
+    hybrids.rename_as_wrapper(tmp_path / "whole")
+    with hybrids.serve(tmp_path / "whole", tmp_path / "engine", PRECISIONS["fp32"]) as served:
+        for prompt, each in zip(PROMPTS[:5], hybrids.generate(served, PROMPTS[:5]), strict=True):
             reference = hybrids.compute_reference(folder, prompt, each.output_ids_T.tolist())
             torch.testing.assert_close(torch.tensor(each.logprobs_T), reference, atol=1e-4, rtol=0)

@@ -1,14 +1,17 @@
 """Tiny random checkpoints of models with gated delta nets, made by transformers, and engines that serve them without a trainer."""
 
 import json
+import re
 from contextlib import contextmanager
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config import Config
 from megatron_rl.types import SamplingParams
+from parallel.wrappers import DECODER, VISION
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
@@ -57,6 +60,13 @@ def make_hybrid(folder, name, dtype=torch.float32, **changes):
     more = {"full_attention_interval": interval, "rope_theta": fields["rope_parameters"]["rope_theta"]}
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
     return folder
+
+
+def rename_as_wrapper(folder):
+    """Give the tensors of a checkpoint the names that they have beside a vision tower. An engine gets the decoder's config.json."""
+    file = folder / "model.safetensors"
+    tensors = {re.sub(r"^model\.", DECODER, name): tensor for name, tensor in load_file(file).items()}
+    save_file({**tensors, VISION + "patch_embed.weight": torch.ones(4)}, file, {"format": "pt"})
 
 
 @contextmanager
