@@ -100,7 +100,8 @@ def decode(self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a
 def _advance(
     backend: Any, layer: Any, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: list[int], fresh: torch.Tensor | None
 ) -> torch.Tensor:
-    pool, slots = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id), backend.forward_metadata.mamba_cache_indices.long()
+    pool = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # -1 pads a CUDA graph's batch; slot 0 is nobody's
     all_windows, all_states = pool.conv[0], pool.temporal
     check_state_dtypes(all_windows, all_states, mixed.dtype)
     windows, states = all_windows[slots], all_states[slots]

@@ -38,7 +38,7 @@ class Engine:
     """What the hooks see of SGLang: a pool with what earlier requests left, and a layer."""
 
     def __init__(self, dtype=torch.float32, windows=None, states=torch.float32):
-        cache = SimpleNamespace(
+        self.cache = cache = SimpleNamespace(
             conv=[torch.full((SLOTS, CHANNELS, TAPS - 1), 9.0, dtype=windows or dtype)],
             temporal=torch.full((SLOTS, HEADS.v, HEADS.v_dim, HEADS.k_dim), 9.0, dtype=states),
         )
@@ -82,7 +82,9 @@ def test_chunks_and_decoded_tokens_continue_in_their_slots(dtype):
 
     first = engine.extend([3, 1], [0, 0], [4, 5], take((3, 0, 4), (1, 0, 5)))
     second = engine.extend([3], [4], [4], take((3, 4, 8)))
-    last = engine.decode([1, 3], take((1, 5, 6), (3, 8, 9)))
+    padded = [torch.cat([rows, rows[:1]]) for rows in take((1, 5, 6), (3, 8, 9))]  # as a CUDA graph pads a batch
+    last = engine.decode([1, 3, -1], padded)[:2]
+    assert engine.cache.temporal[[2, 4]].eq(9).all(), "states of others stay"
     assert torch.equal(torch.cat([first[:4], second, last[1:]]), whole[3])
     assert torch.equal(torch.cat([first[4:], last[:1]]), whole[1])
 
