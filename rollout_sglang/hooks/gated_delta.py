@@ -90,11 +90,19 @@ def extend(self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a
     return _advance(self, layer, mixed_qkv, a, b, list(forward_batch.extend_seq_lens_cpu), fresh)
 
 
-def decode(self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Replace `GDNAttnBackend.forward_decode`: one token of every request."""
+def decode(self: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+    """Replace `GDNAttnBackend.forward_decode`: one token of every request. Qwen3.5 on a GPU passes its projections (qkvz, ba) as
+    `mixed_qkv`, which SGLang splits in the kernel of its convolution, and takes z beside the result."""
     if forward_batch.mamba_track_mask is not None:
         raise NotImplementedError("--mamba-radix-cache-strategy extra_buffer is not supported")
-    return _advance(self, layer, mixed_qkv, a, b, [1] * len(mixed_qkv), None)
+    if isinstance(mixed_qkv, torch.Tensor):
+        return _advance(self, layer, mixed_qkv, a, b, [1] * len(mixed_qkv), None)
+    mixed, z, b, a = split_contiguous(*mixed_qkv, *_get_heads(layer))
+    return _advance(self, layer, mixed, a, b, [1] * len(mixed), None), z
+
+
+def _get_heads(layer: Any) -> DeltaHeads:
+    return DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
 
 
 def _advance(
@@ -107,8 +115,7 @@ def _advance(
     windows, states = all_windows[slots], all_states[slots]
     if fresh is not None:
         windows, states = windows.masked_fill(fresh[:, None, None], 0), states.masked_fill(fresh[:, None, None, None], 0)
-    heads = DeltaHeads(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
-    weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, heads)
+    weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, _get_heads(layer))
     out, windows, states = reference.advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
     all_windows[slots], all_states[slots] = windows, states.transpose(-1, -2)
     return out[None]

@@ -63,9 +63,10 @@ class Engine:
         )
         return gated_delta.extend(self.backend, self.layer, batch, *inputs)[0]
 
-    def decode(self, slots, inputs, track=None):
+    def decode(self, slots, inputs, track=None, whole=False):
         self._plan(slots)
-        return gated_delta.decode(self.backend, self.layer, SimpleNamespace(mamba_track_mask=track), *inputs)[0]
+        result = gated_delta.decode(self.backend, self.layer, SimpleNamespace(mamba_track_mask=track), *inputs)
+        return result if whole else result[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,6 +88,14 @@ def test_chunks_and_decoded_tokens_continue_in_their_slots(dtype):
     assert engine.cache.temporal[[2, 4]].eq(9).all(), "states of others stay"
     assert torch.equal(torch.cat([first[:4], second, last[1:]]), whole[3])
     assert torch.equal(torch.cat([first[4:], last[:1]]), whole[1])
+
+
+def test_projections_that_sglang_splits_with_the_convolution_are_split():
+    engine, other = Engine(), Engine()
+    mixed, z, b, a = parts = [random(2, width, seed=width) for width in (CHANNELS, HEADS.v * HEADS.v_dim, HEADS.v, HEADS.v)]
+    wanted = other.decode([1, 3], [mixed, a, b])
+    out, gates = engine.decode([1, 3], [(torch.cat(parts[:2], 1), torch.cat(parts[2:], 1)), None, None], whole=True)
+    assert torch.equal(out[0], wanted) and torch.equal(gates.flatten(1), z)
 
 
 @pytest.mark.parametrize("formats", [{"windows": torch.bfloat16}, {"states": torch.bfloat16}, {"states": torch.float16}])
