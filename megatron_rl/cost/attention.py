@@ -55,8 +55,9 @@ def _list_softmax(shapes: RankShapes, kind: SoftmaxAttention) -> Iterator[Operat
     # v is a view of linear_qkv's result; the backward pass reads the gradient that linear_proj wrote
     attention = T * b * (q + 2 * kv + q) + (0 if shapes.cpu else 4 * T * heads)
     yield Operator(attention + row_input(shapes, q), T * q * (b + w))
-    if kind.gated:  # keeps the gate, a view of linear_qkv's result, and the product
-        yield Operator(T * q * 2 * b, T * q * 2 * b, T * q * 4 * b)
+    if kind.gated:  # the gate is another part of linear_qkv's result; the product is linear_proj's input
+        kept = T * q * (b + (8 if shapes.cpu else 0) + (0 if shapes.quantizes_inputs else b))
+        yield Operator(kept, T * q * 2 * b, T * q * 4 * b)
 
 
 def _list_latent(shapes: RankShapes, kind: LatentAttention) -> Iterator[Operator]:
@@ -74,15 +75,20 @@ def _list_latent(shapes: RankShapes, kind: LatentAttention) -> Iterator[Operator
 
 
 def _list_delta(shapes: RankShapes, kind: GatedDeltaNet) -> Iterator[Operator]:
-    """Yield the projections' input, the recurrence with its inputs and states, and the gated norm of its result. The convolution and the
-    gates are computed again in the backward pass."""
+    """Yield the projections' input; the convolution and the recurrence with its inputs, errors and states; and the gated norm of its
+    result. A CPU keeps FP32 inputs and operands of the norm, and errors and states outside of autograd, which are not counted."""
     T, b, w, tp = shapes.tokens, shapes.job.high_bytes, shapes.operand_bytes, shapes.layout.tp
-    mixed, v, heads = kind.channels / tp, kind.v_width / tp, kind.v_heads / tp
+    c, v, heads = kind.channels / tp, kind.v_width / tp, kind.v_heads / tp
     yield Operator(column_input(shapes, shapes.job.model.hidden, "in_proj_qkvz"))
-    states = 4 * math.ceil(T / STATE_EVERY) * v * kind.k_dim
-    moved = T * b * (mixed + 2 * heads + v)
-    yield Operator(T * b * (mixed + 2 * heads) + states, moved + states, 2 * moved + states)
-    yield Operator(T * b * 2 * v + 4 * T * heads + row_input(shapes, v), T * v * (2 * b + w), T * v * (4 * b + w))
+    moved, states = T * b * (c + 2 * heads + v), 4 * math.ceil(T / STATE_EVERY) * v * kind.k_dim
+    if shapes.cpu:
+        kept = T * (c * (b + 4) + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads))
+        norm = 4 * T * (6 * v + heads)
+    else:
+        kept = T * (b * (2 * c + 2 * heads) + 4 * v) + states
+        norm = T * b * (c + 2 * v)  # z is a view of in_proj_qkvz's result
+    yield Operator(kept, moved + states, 2 * moved + states)
+    yield Operator(norm + T * v * shapes.linear_input_bytes, T * v * (2 * b + w), T * v * (4 * b + w))
 
 
 _OPERATORS: dict[type[AttentionKind], Callable[[RankShapes, Any], Iterator[Operator]]] = {

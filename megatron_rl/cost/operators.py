@@ -123,6 +123,8 @@ def list_mlp_operators(shapes: RankShapes, has_experts: bool) -> Iterator[Operat
     yield _swiglu(shapes, shapes.expert_rows, R, experts.ffn / layout.etp)
     if experts.shared_ffn:
         yield _swiglu(shapes, shapes.tokens, shapes.tokens, experts.shared_ffn / layout.tp)
+    if experts.shared_gate:  # keeps what it multiplies, on a CPU in FP32
+        yield Operator(S * (h * (4 if shapes.cpu else b) + 4), S * h * 2 * b, S * h * 4 * b)
 
 
 def _swiglu(shapes: RankShapes, padded_rows: float, rows: float, ffn: float) -> Operator:
