@@ -173,13 +173,13 @@ class HFConfig:
             raise refuse("layer_types", layer_types, "full_attention in every layer")
         return (kind,) * layers
 
-    def head_counts(self) -> dict[str, int]:
+    def head_counts(self) -> tuple[int, int]:
         """Return the numbers of query heads and of key-value heads, which divides the other."""
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
         if heads % kv_heads:
             rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
             raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
-        return {"heads": heads, "kv_heads": kv_heads}
+        return heads, kv_heads
 
     def head_dim(self) -> int:
         """Return `head_dim`, which defaults to the hidden width divided by the number of heads."""

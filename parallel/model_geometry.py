@@ -108,9 +108,9 @@ class ModelGeometry:
         return len(self.attention)
 
     @property
-    def rope(self) -> Rope | None:
+    def rope(self) -> Rope:
         """Rotary positions of all layers that have any."""
-        return next((kind.rope for kind in self.attention if kind.rope is not None), None)
+        return next((kind.rope for kind in self.attention if kind.rope is not None), Rope())
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -56,7 +56,7 @@ def _list_softmax(shapes: RankShapes, kind: SoftmaxAttention) -> Iterator[Operat
     attention = T * b * (q + 2 * kv + q) + (0 if shapes.cpu else 4 * T * heads)
     yield Operator(attention + row_input(shapes, q), T * q * (b + w))
     if kind.gated:  # the gate is another part of linear_qkv's result; the product is linear_proj's input
-        kept = T * q * (b + (8 if shapes.cpu else 0) + (0 if shapes.quantizes_inputs else b))
+        kept = T * q * ((8 if shapes.cpu else b) + (0 if shapes.quantizes_inputs else b))
         yield Operator(kept, T * q * 2 * b, T * q * 4 * b)
 
 

@@ -89,6 +89,7 @@ def _add_groups(model: ModelGeometry, config: Mapping[str, Any], block: int, tp:
 def _count_heads(model: ModelGeometry) -> tuple[int, int]:
     """Return the numbers of query heads and of key-value heads."""
     kind = model.attention[0]
+    assert isinstance(kind, SoftmaxAttention | LatentAttention)
     return kind.heads, kind.kv_heads if isinstance(kind, SoftmaxAttention) else kind.heads
 
 

@@ -30,7 +30,6 @@ from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig, bui
 from megatron_rl.mcore.weights.load_weights import set_formats
 from megatron_rl.observability.profiling import runs_under_nsys
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.hf_config import Rope
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
 from parallel.model_geometry import ModelGeometry
@@ -100,7 +99,7 @@ def freeze(model: ModelChunks) -> ModelChunks:
 
 
 def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, vp_stage: int | None) -> GPTModel:
-    rope = geometry.rope or Rope()
+    rope = geometry.rope
     model = (LookaheadModel if geometry.trains_mtp else GPTModel)(
         config=config,
         transformer_layer_spec=build_decoder_spec(config, vp_stage=vp_stage),

@@ -66,7 +66,7 @@ def longest_sequence_fits(facts: Facts) -> None:
     fields = HFConfig(facts.hf_config)
     named = ["max_position_embeddings", *(name for name in ["model_max_length"] if fields.get(name) is not None)]  # SGLang reads either
     limit = min(fields.size(name, most=MOST_POSITIONS) for name in named)
-    yarn = facts.model.rope and facts.model.rope.yarn
+    yarn = facts.model.rope.yarn
     reach = int(yarn.rotary_scaling_factor * yarn.original_max_position_embeddings) if yarn else 0
     other = f", or set {' and '.join(named)} of config.json to {reach}, as far as YaRN reaches" if reach >= longest else ""
     if longest > limit and config.agent:

@@ -92,4 +92,4 @@ class SoftmaxAttention(AttentionKind):
 
 def read_softmax(config: HFConfig, head_dim: int, rope: Rope, **options: bool) -> tuple[SoftmaxAttention, ...]:
     """Return grouped-query attention for every layer of a config.json. Raise GeometryError for unequal groups or other layers."""
-    return config.in_every_layer(SoftmaxAttention(**config.head_counts(), head_dim=head_dim, rope=rope, **options))
+    return config.in_every_layer(SoftmaxAttention(*config.head_counts(), head_dim, rope=rope, **options))

@@ -56,7 +56,7 @@ def _read_layers(config: HFConfig, grouped: bool) -> tuple[AttentionKind, ...]:
 
 def _read_attention(config: HFConfig) -> SoftmaxAttention:
     rope = config.rope("yarn", share=0.25, any_share=True, of_images=("mrope_section", "mrope_interleaved"))
-    return SoftmaxAttention(**config.head_counts(), head_dim=config.size("head_dim"), qk_norm=True, gated=True, rope=rope)
+    return SoftmaxAttention(*config.head_counts(), config.size("head_dim"), qk_norm=True, gated=True, rope=rope)
 
 
 def _read_delta_net(config: HFConfig, grouped: bool) -> GatedDeltaNet:
