@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.kernels.gated_delta.gates_triton import align
-from megatron_rl.kernels.gated_delta.reference import NORM_EPS, DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.scan import SPAN
+from megatron_rl.kernels.gates.triton import align
 
 ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 STATE_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
