@@ -5,9 +5,16 @@ layer's weight is cut by rows, so is lora_B; if by columns, so is lora_A. Each e
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parallel.shards import HFTensor, Weight, make_weight, take_rows
+from parallel.shards import HFTensor, Region, Weight, make_weight, take_rows
 
-TARGETS = {"linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+TARGETS = {
+    "linear_qkv": "qkv_proj",
+    "linear_proj": "o_proj",
+    "in_proj_qkvz": "in_proj_qkvz",
+    "out_proj": "out_proj",
+    "linear_fc1": "gate_up_proj",
+    "linear_fc2": "down_proj",
+}
 """Maps Megatron's layer names to SGLang's."""
 NAMES = ("lora_A", "lora_B")
 ENGINE_FILE = "adapters/adapters.safetensors"  # adapters in the folder of an engine without a trainer, under the names of their `HFTensor`s
@@ -40,11 +47,20 @@ def _make_adapter(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     megatron, sglang = weight.megatron.removesuffix("weight"), weight.sglang.removesuffix("weight")
     layer = first.name.rsplit(".", 2)[0] + "." + TARGETS[weight.megatron.split(".")[-2]]
     down = HFTensor(f"{layer}.lora_A.weight", rank, first.cols, "lora")
-    up = [
-        take_rows(HFTensor(f"{tensor.name.removesuffix('weight')}lora_B.weight", tensor.rows, rank, "lora"), rect.row, rect.rows)
-        for tensor, rect, *_ in weight.pieces
-    ]
+    tensors = dict.fromkeys(piece.tensor for piece in weight.pieces)
+    ups = {each: HFTensor(f"{each.name.removesuffix('weight')}lora_B.weight", each.rows, rank, "lora") for each in tensors}
+
+    def take(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+        return tuple(take_rows(ups[tensor], rect.row, rect.rows) for tensor, rect, *_ in regions)
+
+    up = weight._replace(
+        pieces=take(weight.pieces),
+        megatron=megatron + "lora_B",
+        sglang=sglang + "lora_B",
+        cut="whole" if by_columns else weight.cut,
+        stacks=tuple(map(take, weight.stacks)),
+    )
     return (
         make_weight(down, megatron + "lora_A", "cols" if by_columns else "whole", sglang + "lora_A", weight.expert),
-        Weight(tuple(up), megatron + "lora_B", sglang + "lora_B", "whole" if by_columns else weight.cut, weight.expert),
+        up,
     )

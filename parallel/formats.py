@@ -74,9 +74,12 @@ class TensorFormat:
         """Return the format with these scales, or unchanged if it fixes its scales or has none."""
         return replace(self, scale_format=scale_format) if self.quantized and not self.scale_format else self
 
-    def quantization_config(self) -> dict[str, object]:
-        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized."""
+    def quantization_config(self, unquantized: Sequence[str] = ()) -> dict[str, object]:
+        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `unquantized`: names of
+        linear layers in high precision, beside those of every model."""
         config = {name: list(value) if isinstance(value, tuple) else value for name, value in self.quantization}
+        if isinstance(names := config.get("modules_to_not_convert"), list):
+            names += unquantized
         # "ue8m0" makes the engine's activation scales powers of two as well
         return config | ({"scale_fmt": "ue8m0"} if self.scale_format == "pow2" else {})
 

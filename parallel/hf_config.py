@@ -1,11 +1,13 @@
 """config.json as the model families read it. A field that is missing, invalid, unsupported or unknown is refused by name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel.shards import GeometryError
+
+Kind = TypeVar("Kind")
 
 CORRECT = "correct the model's config.json"
 _REMOVE = "remove it if it has no effect, or use another model"
@@ -58,7 +60,7 @@ _NAMES = """
     _attn_implementation_autoset min_length output_scores return_dict_in_generate num_beam_groups diversity_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id
     exponential_decay_length_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule
-    assistant_confidence_threshold assistant_lookbehind target_lookbehind megatron_rl_critic megatron_rl_trains_mtp
+    assistant_confidence_threshold assistant_lookbehind target_lookbehind megatron_rl_critic megatron_rl_trains_mtp megatron_rl_wrapper
 """
 WITHOUT_EFFECT = frozenset(_NAMES.split())
 """Fields that change nothing that trainer or engine compute: they describe files, tokens, training, or defaults of generation, or another
@@ -151,24 +153,33 @@ class HFConfig:
     def widths(self) -> dict[str, Any]:
         """Return the fields of `ModelGeometry` that nearly every family shares."""
         self.with_defaults(rms_norm_eps=1e-6).require(is_causal=True)
-        layers, layer_types = self.size("num_hidden_layers", most=MOST_LAYERS), self.get("layer_types")
-        if layer_types is not None and layer_types != ["full_attention"] * layers:
-            raise refuse("layer_types", layer_types, "full_attention in every layer")
-        heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
-        if heads % kv_heads:
-            rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
-            raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
         return {
             "family": self.get("model_type"),
-            "layers": layers,
             "hidden": self.size("hidden_size"),
-            "heads": heads,
-            "kv_heads": kv_heads,
             "ffn": self.size("intermediate_size"),
             "vocab": self.size("vocab_size"),
             "tied": self.flag("tie_word_embeddings"),
             "norm_eps": self.number("rms_norm_eps"),
         }
+
+    def layers(self) -> int:
+        """Return the number of layers."""
+        return self.size("num_hidden_layers", most=MOST_LAYERS)
+
+    def in_every_layer(self, kind: Kind) -> tuple[Kind, ...]:
+        """Return an attention for every layer. Raise GeometryError if `layer_types` names another kind."""
+        layers, layer_types = self.layers(), self.get("layer_types")
+        if layer_types is not None and layer_types != ["full_attention"] * layers:
+            raise refuse("layer_types", layer_types, "full_attention in every layer")
+        return (kind,) * layers
+
+    def head_counts(self) -> tuple[int, int]:
+        """Return the numbers of query heads and of key-value heads, which divides the other."""
+        heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
+        if heads % kv_heads:
+            rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
+            raise GeometryError("config.json num_attention_heads", heads, rule, CORRECT)
+        return heads, kv_heads
 
     def head_dim(self) -> int:
         """Return `head_dim`, which defaults to the hidden width divided by the number of heads."""
@@ -180,9 +191,10 @@ class HFConfig:
             raise GeometryError("config.json head_dim", None, rule, CORRECT)
         return hidden // heads
 
-    def rope(self, *stretches: str, share: float = 1.0) -> Rope:
+    def rope(self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = ()) -> Rope:
         """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
-        extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated."""
+        extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated, or with
+        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get."""
         settings = self.section("rope_parameters", "rope ") or self.section("rope_scaling", "rope ") or HFConfig({}, "rope ")
         self.read |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
         theta = settings.get("rope_theta", self.get("rope_theta"))
@@ -191,14 +203,23 @@ class HFConfig:
         if (theta := HFConfig({"rope_theta": theta}).number("rope_theta")) <= 1:  # YaRN divides by its logarithm
             raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
-        if partial != share:
-            raise refuse("partial_rotary_factor", partial, share)
+        if any_share:  # of hybrid families, SGLang reads some fields in rope_parameters alone, others outside of it alone
+            self.with_defaults(partial_rotary_factor=partial, rope_theta=theta).require(partial_rotary_factor=partial)
+            if not settings.fields:
+                whole = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial}
+                self.fields["rope_parameters"] = self.defaults["rope_parameters"] = whole
+            share = HFConfig(self.fields).number("partial_rotary_factor")
+        if partial != share or share > 1:
+            raise refuse("partial_rotary_factor", partial, min(share, 1.0))
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind == "yarn" and theta <= 1:  # YaRN divides by its logarithm
             raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         if kind not in ("default", *stretches):
             raise refuse("rope scaling", kind, " and ".join(("default", *stretches)))
-        settings.read.add("type")
+        settings.read |= {"type", *of_images}
+        for name in ("rope_parameters", "rope_scaling"):
+            if self.fields.get(name) and not settings.fields.keys().isdisjoint(of_images):
+                self.defaults[name] = {key: value for key, value in settings.fields.items() if key not in of_images}
         rope = Rope(
             theta,
             share,

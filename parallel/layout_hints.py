@@ -1,6 +1,6 @@
 """Finds out whether a layout keeps quantized blocks whole, and if not, the nearest layouts that do. If the shards of both sides keep the
 checkpoint's blocks whole, every transfer consists of whole blocks, so trainer and engine are checked separately. Layers of the same kind
-are alike, so at most one dense layer and one layer with experts are checked."""
+are alike, so only the first layers are checked, up to the first of the last kind."""
 
 import math
 from collections.abc import Callable
@@ -72,8 +72,8 @@ def add_layout_hints(
 
 def keep_first_layers(model: ModelGeometry) -> ModelGeometry:
     """Return the shortest prefix of the model that contains every kind of layer."""
-    with_experts = [model.has_experts(layer) for layer in range(model.layers)]
-    return replace(model, layers=1 + max(with_experts.index(kind) for kind in set(with_experts)))
+    kinds = [model.layer_kind(layer) for layer in range(model.layers)]
+    return replace(model, attention=model.attention[: 1 + max(map(kinds.index, model.layer_kinds))])
 
 
 def keep_one_replica(layout: Layout) -> Layout:
@@ -82,15 +82,15 @@ def keep_one_replica(layout: Layout) -> Layout:
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
-    if model.experts is None:
-        return replace(model, layers=1)
-    dense = frozenset({0}) if model.experts.dense_layers else frozenset()
-    return replace(model, layers=1 + len(dense), experts=replace(model.experts, dense_layers=dense))
+    """Return a model of one layer for each of `model.layer_kinds`, in their order."""
+    dense = frozenset(number for number, kind in enumerate(model.layer_kinds) if not kind.has_experts)
+    experts = model.experts and replace(model.experts, dense_layers=dense)
+    return replace(model, attention=tuple(kind.attention for kind in model.layer_kinds), experts=experts)
 
 
 def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """Return all (tp, expert tp, ep) made of divisors of heads and expert count, nearest to `sizes` first."""
-    tps = _divisors(model.heads)
+    tps = _divisors(math.gcd(*(count for kind in set(model.attention) for count in kind.head_counts.values())))
     if model.experts is None:
         candidates = [(tp, tp, 1) for tp in tps]
     else:

@@ -1,8 +1,9 @@
 """How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint. linear_qkv holds [q heads of g | k_g | v_g] for
-each query group g; ranks own equal ranges of these rows. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
-linear_fc2 are cut by columns. Norms, routers and MLA's down projections are replicated. Experts are cut in the same way, by the layout's ep
-and etp. Layers and experts are numbered over the whole model, while Megatron counts from 0 on every rank. `mlp.router.expert_bias` is a
-buffer in Megatron; everything else is a parameter."""
+each query group g, with gates [q heads of g | their gates | k_g | v_g]; ranks own equal ranges of these rows. in_proj_qkvz of a gated delta
+net is, per rank, [q ; k ; v ; z] of its heads, and linear_fc1 [its rows of gate ; its rows of up]. linear_proj, out_proj and linear_fc2 are
+cut by columns. Norms, routers and MLA's down projections are replicated. Experts are cut in the same way, by the layout's ep and etp.
+Layers and experts are numbered over the whole model, while Megatron counts from 0 on every rank. `mlp.router.expert_bias` is a buffer in
+Megatron; everything else is a parameter."""
 
 from functools import lru_cache
 
@@ -60,12 +61,8 @@ def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
     """Raise GeometryError if a layout does not divide a model's heads, layers or experts."""
-    if model.heads % layout.tp:
-        rule = f"must divide num_attention_heads ({model.heads})"
-        raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.heads}")
-    if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
-        rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
-        raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
+    for kind in dict.fromkeys(model.attention):
+        kind.check_ranks(layout.tp, "train.layout.tp")
     check_stages(model.layers, layout)
     if model.experts is None and layout.ep > 1:
         raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
@@ -88,8 +85,8 @@ def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv:
 def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> Shard:
     if weight.cut == "vocabulary":
         return cut_vocabulary(weight.megatron, weight, padded_vocabulary(model.vocab, layout.tp), coordinates.tp, layout.tp)
-    if weight.cut == "qkv":
-        regions = _cut_groups(weight.pieces, model, coordinates.tp, layout.tp)
+    if weight.stacks:
+        regions = [region for stack in weight.stacks for region in _cut_stack(stack, coordinates.tp, layout.tp)]
     elif weight.expert is None:
         regions = cut_weight(weight, coordinates.tp, layout.tp, "train.layout.tp")
     else:
@@ -97,28 +94,24 @@ def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coor
     return stack_regions(weight.megatron, regions)
 
 
-def _cut_groups(qkv: tuple[Region, ...], model: ModelGeometry, part: int, tp: int) -> list[Region]:
-    """Return a rank's range of rows of all query groups, which are stacked vertically."""
-    group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
-    size = model.kv_heads * sum(group_rows)
-    if size % tp:
-        rule = f"must divide the {size} rows of q, k and v together"
-        raise GeometryError("train.layout.tp", tp, rule, f"use a divisor of {model.kv_heads}")
-    first, last = part * size // tp, (part + 1) * size // tp
-    regions: list[Region] = []
-    for group in range(first // sum(group_rows), -(-last // sum(group_rows))):
-        row = group * sum(group_rows)
-        for (tensor, rect, *_), rows in zip(qkv, group_rows, strict=True):
-            start, end = max(first, row), min(last, row + rows)
-            if start < end:
-                regions.append(take_rows(tensor, rect.row + group * rows + start - row, end - start))
-            row += rows
+def _cut_stack(stack: tuple[Region, ...], part: int, parts: int) -> list[Region]:
+    """Return a rank's range of the rows of regions that are stacked vertically."""
+    size = sum(region.tensor_rect.rows for region in stack)
+    if size % parts:
+        names = ", ".join(dict.fromkeys(region.tensor.name for region in stack))
+        raise GeometryError("train.layout.tp", parts, f"must divide the {size} rows of {names} together", "choose a smaller size")
+    first, last, row, regions = part * size // parts, (part + 1) * size // parts, 0, list[Region]()
+    for tensor, rect, *_ in stack:
+        start, end = max(first, row), min(last, row + rect.rows)
+        if start < end:
+            regions.append(take_rows(tensor, rect.row + start - row, end - start))
+        row += rect.rows
     return regions
 
 
 def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
-    """Return the shard as [q ; k ; v] if quantizing the interleaved order would cut blocks, else unchanged."""
-    if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard, format) is None:
+    """Return the shard in the checkpoint's order, such as [q ; k ; v], if quantizing the rows of its heads would cut blocks."""
+    if not shard.name.endswith(("linear_qkv.weight", "in_proj_qkvz.weight")) or find_misaligned_region(shard, format) is None:
         return shard
     tensors = [region.tensor for region in shard.regions]  # q, k and v, or one tensor that stacks them
     return stack_regions(shard.name, sorted(shard.regions, key=lambda region: (tensors.index(region.tensor), region.tensor_rect.row)))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel.adapters import AdapterGeometry, add_adapters
+from parallel.attention import AttentionKind
 from parallel.families import load_family
 from parallel.hf_config import CORRECT, MOST_EXPERT_LAYERS, HFConfig, Rope
 from parallel.shards import GeometryError, HFTensor, Shard, Weight, make_vector, make_weight, take_all
+from parallel.wrappers import DECODER, VISION, WRAPPER, add_prefix, check_wrapper, unwrap
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
 _CRITIC, _TRAINS_MTP = "megatron_rl_critic", "megatron_rl_trains_mtp"
@@ -33,21 +36,19 @@ class MoEGeometry:
     scale: float = 1.0
     groups: int = 1  # number of equal groups of experts, of which a token may use `groups_used`
     groups_used: int = 1
+    shared_gate: bool = False  # whether the sigmoid of a projection multiplies the result of the shared experts
+
+    @property
+    def shared_name(self) -> str:
+        """Name of the shared experts in checkpoints and in SGLang."""
+        return "shared_expert" if self.shared_gate else "shared_experts"
 
 
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latent vectors, whatever `rms_norm_eps` says, as in DeepSeek's code and in transformers."""
+class LayerKind(NamedTuple):
+    """What layers of a kind have in common."""
 
-
-@dataclass(frozen=True)
-class MLAGeometry:
-    """Multi-latent attention (MLA): queries, keys and values through low-rank projections."""
-
-    q_rank: int  # rank of the query projection (`q_lora_rank`); 0 means queries are projected directly
-    kv_rank: int
-    nope_dim: int  # width of the part of a query or key head without rotary position
-    rope_dim: int  # width of the part with rotary position; all key heads share it
-    v_dim: int
+    attention: AttentionKind
+    has_experts: bool
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,18 @@ class ModelGeometry:
     """A decoder-only model, read from a Hugging Face config.json."""
 
     family: str  # `model_type` of config.json, and name of the module in `parallel.families`
-    layers: int
+    attention: tuple[AttentionKind, ...]  # of each layer
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int  # width of a query head; with `latent` the sum of `nope_dim` and `rope_dim`
     ffn: int
     vocab: int
     tied: bool = False  # whether the output layer shares the embedding's weight
     tied_in_engine: bool = True  # with `tied`, whether SGLang's output layer shares the embedding too
-    norm_eps: float = 1e-6  # of all norms but those of latent queries and keys, see `LATENT_NORM_EPS`
-    qkv_bias: bool = False
-    qk_norm: bool = False  # whether q and k heads are normalized
+    norm_eps: float = 1e-6  # of all norms but those of latent queries and keys, see `attention.latent.LATENT_NORM_EPS`
+    zero_centered_norms: bool = False  # whether norms multiply by 1 + weight, except those of a gated delta net's heads
     post_norms: bool = False  # whether the outputs of attention and MLP are normalized before they are added to the residual stream
     kv_scales: bool = False  # whether each layer has a scale for cached keys and one for cached values; no checkpoint has them
-    rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
-    latent: MLAGeometry | None = None
+    prefix: str = "model."  # of the decoder's tensors in the checkpoint, but not in SGLang
     value_head: bool = False  # whether the model is a critic, with a value head instead of the output layer (`as_critic`)
     mtp_layers: int = 0
     """Layers for multi-token prediction in the checkpoint. A run that does not train them copies them (`megatron_rl.hf.mtp_layers`)."""
@@ -81,15 +77,16 @@ class ModelGeometry:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or an unsupported setting."""
-        family, fields = load_family(config.get("model_type")), HFConfig(config)
-        model: ModelGeometry = replace(family.read(fields), family=family.__name__.rpartition(".")[2])
+        family, fields = load_family((config := unwrap(config)).get("model_type")), HFConfig(config)
+        name = family.__name__.rpartition(".")[2]
+        model: ModelGeometry = replace(family.read(fields), family=name, prefix=check_wrapper(fields, name))
         fields.refuse_unread()
         if model.experts is not None and (total := (model.layers + model.mtp_layers) * model.experts.count) > MOST_EXPERT_LAYERS:
             rule = f"gives all layers together {total:,} experts, more than {MOST_EXPERT_LAYERS:,}"
             raise GeometryError("config.json num_hidden_layers", model.layers, rule, CORRECT)
-        if (rotated := (model.latent.rope_dim if model.latent else model.head_dim) * model.rope.share) % 2:
-            field = f"config.json {'qk_rope_' * bool(model.latent)}head_dim"
-            raise GeometryError(field, rotated, "elements of a head rotate in pairs", CORRECT)
+        for field, rotated in dict.fromkeys(kind.rotated for kind in model.attention):
+            if rotated % 2:
+                raise GeometryError(f"config.json {field}", rotated, "elements of a head rotate in pairs", CORRECT)
         if config.get(_TRAINS_MTP):
             return replace(model, trains_mtp=model.mtp_layers > 0)
         return replace(model, tied=False, tied_in_engine=True, value_head=True) if config.get(_CRITIC) else model
@@ -97,22 +94,59 @@ class ModelGeometry:
     @staticmethod
     def resolve_config(config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with the family's own `model_type` and architecture, its defaults for absent fields, and without unknown
-        fields: an engine may have other defaults or none, and act on a field that is null. Raise GeometryError as `from_hf_config` does."""
-        family, fields = load_family(config.get("model_type")), HFConfig(config)
+        fields: an engine may have other defaults or none, and act on a field that is null. Of a wrapper (`parallel.wrappers`), return that
+        of the decoder. Raise GeometryError as `from_hf_config` does."""
+        family, fields = load_family((config := unwrap(config)).get("model_type")), HFConfig(config)
         family.read(fields)
+        check_wrapper(fields, family.__name__.rpartition(".")[2])
         named = {"model_type": family.__name__.rpartition(".")[2], "architectures": [family.ARCHITECTURE]}
         unknown = fields.refuse_unread()
-        return {**{name: value for name, value in config.items() if name not in unknown}, **fields.defaults, **named}
+        return {**{name: value for name, value in config.items() if name not in {*unknown, WRAPPER}}, **fields.defaults, **named}
+
+    @property
+    def layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def rope(self) -> Rope:
+        """Rotary positions of all layers that have any."""
+        return next((kind.rope for kind in self.attention if kind.rope is not None), Rope())
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers in the order of their first layer."""
+        return _list_layer_kinds(self)
+
+    @property
+    def unquantized_modules(self) -> tuple[str, ...]:
+        """Names of linear layers in high precision that an engine would quantize unless config.json names them, in checkpoints and in
+        SGLang; the output layer and routers are none of them."""
+        kinds = dict.fromkeys(name for kind in self.attention for name in kind.unquantized_modules)
+        gate = ("shared_expert_gate",) if self.experts is not None and self.experts.shared_gate else ()
+        return (*kinds, *gate, *(("visual",) if self.prefix == DECODER else ()))
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        return LayerKind(self.attention[layer], self.has_experts(layer))
+
+    def attention_of(self, layer: int) -> AttentionKind:
+        """Return the attention of a layer. Layers for multi-token prediction, numbered after the others, have that of the last layer with
+        a cache of tokens."""
+        if layer < self.layers:
+            return self.attention[layer]
+        return next(kind for kind in reversed(self.attention) if kind.has_cache_by_position)
+
+    def shares_heads(self, ranks: int) -> bool:
+        """Return whether `ranks` ranks can have equally many heads of every kind."""
+        return all(count % ranks == 0 for kind in set(self.attention) for count in kind.head_counts.values())
 
     @property
     def row_parallel_widths(self) -> dict[str, int]:
         """Number of values that each row-parallel layer sums, by the layer's name in checkpoints; without routed experts."""
-        value_dim = self.latent.v_dim if self.latent else self.head_dim
-        widths = {"self_attn.o_proj": self.heads * value_dim}
+        widths = {f"{kind.module}.{kind.output[0]}": kind.output[1] for kind in self.attention}
         if self.experts is None or self.experts.dense_layers:
             widths["mlp.down_proj"] = self.ffn
         if self.experts is not None and self.experts.shared_ffn:
-            widths["mlp.shared_experts.down_proj"] = self.experts.shared_ffn
+            widths[f"mlp.{self.experts.shared_name}.down_proj"] = self.experts.shared_ffn
         return widths
 
     def has_experts(self, layer: int) -> bool:
@@ -120,13 +154,12 @@ class ModelGeometry:
 
     @property
     def attention_length(self) -> float:
-        """Sequence length at which causal attention, s (d_qk + d_v) per head and layer, takes as many FLOPs as the products with
-        weights."""
+        """Sequence length at which causal attention takes as many FLOPs as everything that does not grow with the sequence."""
         share = self.experts.top_k / self.experts.count if self.experts else 1.0
         weights = (weight for part in replace(self, trains_mtp=False).list_weights()[1:] for weight in part)
         met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)
-        value_dim = self.latent.v_dim if self.latent else self.head_dim
-        return 2 * met / (self.layers * self.heads * (self.head_dim + value_dim))
+        per_position = sum(kind.flops_per_position for kind in self.attention)
+        return (2 * met + sum(kind.flops_per_token for kind in self.attention)) / per_position if per_position else math.inf
 
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
         """Return three kinds of tuples, in order: the embedding; each layer's weights; the final norm, trained MTP layers and output layer.
@@ -140,7 +173,12 @@ class ModelGeometry:
     def is_mtp_tensor(self, name: str) -> bool:
         """Return whether a checkpoint name belongs to a layer for multi-token prediction."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        after_others = layer is not None and self.layers <= int(layer[1]) < self.layers + self.mtp_layers
+        return after_others or (self.mtp_layers > 0 and name.startswith("mtp."))
+
+    def is_vision_tensor(self, name: str) -> bool:
+        """Return whether a checkpoint name belongs to the vision tower of a wrapper."""
+        return self.prefix == DECODER and name.startswith(VISION)
 
     def build_checkpoint_shards(self) -> list[Shard]:
         """Return the checkpoint itself as shards: every tensor whole."""
@@ -157,6 +195,11 @@ def with_trained_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, _TRAINS_MTP: True}
 
 
+@lru_cache(maxsize=256)
+def _list_layer_kinds(model: ModelGeometry) -> tuple[LayerKind, ...]:
+    return tuple(dict.fromkeys(map(model.layer_kind, range(model.layers))))
+
+
 @lru_cache(maxsize=32)
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
@@ -165,7 +208,7 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     if model.value_head:
         output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
     family = load_family(model.family)
-    return (
+    parts: tuple[tuple[Weight, ...], ...] = (
         (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
         *(add_adapters(family.list_layer(model, layer), model.adapters) for layer in range(model.layers)),
         (
@@ -174,6 +217,7 @@ def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
             output._replace(sglang="") if model.tied and model.tied_in_engine else output,
         ),
     )
+    return parts if model.prefix == "model." else tuple(tuple(add_prefix(part, model.prefix)) for part in parts)
 
 
 @lru_cache(maxsize=256)

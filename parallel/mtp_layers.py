@@ -1,7 +1,12 @@
-"""Layers for multi-token prediction (MTP) of DeepSeek-V3 and GLM, which predict the token after the next one. A checkpoint stores them
-after the other layers. Each is a decoder layer whose input is a projection of two normalized vectors: the hidden state of the layer before,
-and the embedding of the next token. They use the model's embedding and output layer, of which a checkpoint may hold copies."""
+"""Layers for multi-token prediction (MTP), which predict the token after the next one. A checkpoint of DeepSeek-V3 or GLM stores them after
+the other layers, one of Qwen as `mtp.*`. Each is a decoder layer whose input is a projection of two normalized vectors: the hidden state of
+the layer before, and the embedding of the next token. They use the model's embedding and output layer, of which a checkpoint may hold
+copies. Those of Qwen are not trained."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
+from parallel.families import load_family
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight
@@ -27,8 +32,32 @@ def list_mtp_layer(model: ModelGeometry, number: int) -> tuple[Weight, ...]:
     return tuple(weight._replace(sglang="") for weight in weights)
 
 
+def list_qwen_mtp_layer(model: ModelGeometry, number: int) -> tuple[Weight, ...]:
+    """Return the weights of the `number`-th MTP layer of Qwen3-Next and 3.5, which neither Megatron nor SGLang has. All layers share the
+    projection and the norms."""
+    layer, weights = model.layers + number, list[Weight]()
+    for weight in pre_norm_layer(model, layer):
+        names = [piece.tensor.name.replace(f"model.layers.{layer}.", f"mtp.layers.{number}.", 1) for piece in weight.pieces]
+        tensors = [replace(piece.tensor, name=name) for piece, name in zip(weight.pieces, names, strict=True)]
+        weights.append(make_weight(tensors, "", "whole"))
+    norms = [make_vector(f"mtp.{name}.weight", model.hidden, "") for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")]
+    projection = HFTensor("mtp.fc.weight", model.hidden, 2 * model.hidden, "mtp_projection")
+    return (*weights, *norms, make_weight(projection, "", "whole"))
+
+
+def list_mtp_copies(model: ModelGeometry, number: int) -> dict[str, HFTensor]:
+    """Return the copies of other tensors that a checkpoint may hold with the `number`-th MTP layer, by name."""
+    copies: Callable[..., dict[str, HFTensor]] | None = getattr(load_family(model.family), "list_mtp_copies", None)
+    return copies(model, number) if copies else {}
+
+
+def can_train_mtp(model: ModelGeometry) -> bool:
+    """Return whether the trainer has the MTP layers of the model's family."""
+    return hasattr(load_family(model.family), "list_mtp_copies")
+
+
 def list_copies(model: ModelGeometry, number: int) -> dict[str, HFTensor]:
-    """Return the copies of embedding and output layer that a checkpoint may hold with the `number`-th MTP layer, by name."""
+    """Return the copies of embedding and output layer that a checkpoint of DeepSeek-V3 or GLM may hold with an MTP layer, by name."""
     hf = f"model.layers.{model.layers + number}."
     copies = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "lm_head"}
     return {hf + name: HFTensor(hf + name, model.vocab, model.hidden, role) for name, role in copies.items()}
@@ -38,6 +67,7 @@ def list_mtp_tensors(model: ModelGeometry) -> dict[str, HFTensor]:
     """Return all tensors that a checkpoint may hold of MTP layers, by name."""
     tensors: dict[str, HFTensor] = {}
     for number in range(model.mtp_layers):
-        tensors |= {piece.tensor.name: piece.tensor for weight in list_mtp_layer(model, number) for piece in weight.pieces}
-        tensors |= list_copies(model, number)
+        weights = load_family(model.family).list_mtp_layer(model, number)
+        tensors |= {piece.tensor.name: piece.tensor for weight in weights for piece in weight.pieces}
+        tensors |= list_mtp_copies(model, number)
     return tensors

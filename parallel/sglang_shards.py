@@ -32,10 +32,8 @@ def build_engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int
 
 
 def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
-    if model.heads % tp:
-        raise GeometryError(_FIELD, tp, f"must divide num_attention_heads ({model.heads})", f"use a divisor of {model.heads}")
-    if model.latent is None and max(model.kv_heads, tp) % min(model.kv_heads, tp):
-        raise GeometryError(_FIELD, tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it", "use a power of two")
+    for kind in dict.fromkeys(model.attention):
+        kind.check_ranks(tp, _FIELD)
     if tp % ep:
         raise GeometryError("rollout.ep", ep, f"must divide rollout.tp ({tp})", f"use a divisor of {tp}")
     if model.experts is not None and model.experts.dense_layers and not model.experts.dense_in_engine:
@@ -59,15 +57,15 @@ def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, .
             if stack[0].cut == "vocabulary":
                 shards.append(cut_vocabulary(name, stack[0], padded_vocabulary(model.vocab, tp), rank, tp))
             else:
-                regions = [region for weight in stack for region in _cut(weight, model.kv_heads, tp, rank, ep)]
+                regions = [region for weight in stack for region in _cut(weight, tp, rank, ep)]
                 shards.append(stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack)))
     return tuple(shards)
 
 
-def _cut(weight: Weight, kv_heads: int, tp: int, rank: int, ep: int) -> list[Region]:
+def _cut(weight: Weight, tp: int, rank: int, ep: int) -> list[Region]:
     if weight.expert is not None:
         return cut_weight(weight, rank % (tp // ep), tp // ep, _FIELD)
     if weight.cut == "qkv":
-        (q, *kv), parts = weight.pieces, min(tp, kv_heads)
+        (q, *kv), parts = weight.pieces, min(tp, weight.kv_heads)
         return [split(q, "rows", rank, tp, _FIELD), *(split(x, "rows", rank * parts // tp, parts, _FIELD) for x in kv)]
     return cut_weight(weight, rank, tp, _FIELD)

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 from parallel.formats import TensorFormat
 from parallel.plug import InputError
 
-FP32_ROLES = frozenset({"router_bias", "kv_scales"})
-"""Roles stored as FP32 in checkpoint, trainer and engine. A rounded correction bias would change the routing."""
+FP32_ROLES = frozenset({"router_bias", "kv_scales", "delta_decay"})
+"""Roles stored as FP32 in trainer, engine and exports. A rounded correction bias would change the routing, a rounded decay every state."""
 
 
 class GeometryError(InputError):
@@ -35,13 +35,21 @@ NamedRect = tuple[str, Rect]  # a rectangle of a named tensor
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A tensor of the checkpoint. `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out (experts included), norm,
-    bias, router, router_bias, embedding, lm_head, value_head, kv_scales, lora or mtp_projection."""
+    bias, router, router_bias, shared_gate, delta_gates, delta_conv, delta_decay, embedding, lm_head, value_head, kv_scales, lora or
+    mtp_projection."""
 
     name: str
     rows: int
     cols: int
     role: str
     vector: bool = False  # one-dimensional in the checkpoint and in every shard
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the checkpoint. A convolution's channels have one input each."""
+        if self.vector:
+            return (self.rows,)
+        return (self.rows, 1, self.cols) if self.role == "delta_conv" else (self.rows, self.cols)
 
 
 class Region(NamedTuple):
@@ -137,7 +145,7 @@ def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
 
 Cut = Literal["whole", "rows", "cols", "qkv", "vocabulary"]
 """How tensor-parallel ranks shard a weight. whole: replicated. rows, cols: equal parts of each piece, where gate and up are two pieces.
-qkv: by heads, in an order that differs between trainer and engine. vocabulary: by rows, with padding."""
+qkv: rows by heads, of which engine ranks share those of k and v if there are too few. vocabulary: by rows, with padding."""
 
 
 class Weight(NamedTuple):
@@ -148,6 +156,9 @@ class Weight(NamedTuple):
     sglang: str  # SGLang's parameter name, or empty if SGLang has no such parameter
     cut: Cut
     expert: int | None = None  # number of the expert that owns the weight
+    stacks: tuple[tuple[Region, ...], ...] = ()
+    """Megatron's order of rows if it is not that of `pieces`: a rank owns an equal range of the rows of each stack."""
+    kv_heads: int = 0  # heads of k and v of a weight with cut "qkv"
 
 
 def make_weight(tensors: HFTensor | Sequence[HFTensor], megatron: str, cut: Cut, sglang: str = "", expert: int | None = None) -> Weight:
@@ -156,9 +167,9 @@ def make_weight(tensors: HFTensor | Sequence[HFTensor], megatron: str, cut: Cut,
     return Weight(tuple(map(take_all, tensors)), megatron, sglang or tensors[0].name, cut, expert)
 
 
-def make_vector(name: str, length: int, megatron: str, role: str = "norm") -> Weight:
+def make_vector(name: str, length: int, megatron: str, role: str = "norm", sglang: str = "") -> Weight:
     """Return a one-dimensional weight that is replicated on every rank."""
-    return make_weight(HFTensor(name, length, 1, role, vector=True), megatron, "whole")
+    return make_weight(HFTensor(name, length, 1, role, vector=True), megatron, "whole", sglang)
 
 
 def cut_weight(weight: Weight, part: int, parts: int, field: str) -> list[Region]:

@@ -32,7 +32,8 @@ class ActivationRecorder:
     def __init__(self, model: Any, rank: int, size: int) -> None:
         config = model.config
         keys = 1 if getattr(config, "kv_lora_rank", None) else config.num_key_value_heads
-        self._heads = RankHeads(rank, size, config.num_attention_heads, keys)
+        per_head = 1 + any(getattr(module, "attn_output_gate", False) for module in model.modules())
+        self._heads = RankHeads(rank, size, config.num_attention_heads * per_head, keys)
         self._sums_are_whole = size == 1 or tree_reduction.sums_by_tree()
         self._rows = RowRecorder()
         self._tokens: list[tuple[int, int, int]] = []  # of every row: SGLang's slot of the request, position, token

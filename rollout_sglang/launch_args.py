@@ -31,7 +31,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import adapters, e4m3_cache, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import adapters, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
@@ -39,6 +39,9 @@ from rollout_sglang.server_options import find_sglang_folder, make_arguments
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
+_WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
+"""Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
+_STATES_PER_REQUEST = 3  # recurrent states in SGLang's pool for each running request, its own and those of cached prefixes
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
@@ -121,28 +124,42 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
+        has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in read_config(model_path)
+        if has_states:
+            options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
+            flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
-        unwanted = config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
+        unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-backend-prefill"] = "disabled"
     else:
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
+        states = _STATES_PER_REQUEST if rollout.enable_prefix_caching else 1
+        options["max-mamba-cache-size"] = states * rollout.max_running_requests  # other models have no states
         flags.append("disable-overlap-schedule")
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
 
 
+def _shares_delta_rule(contract: PrecisionContract) -> bool:
+    """Return whether an engine on a GPU computes gated delta nets by the trainer's kernels. If it alone is quantized, SGLang's own are
+    faster and no less exact."""
+    return contract.trainer_format.quantized == contract.engine_format.quantized
+
+
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
-    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
+    contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
+    contracted |= {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
-        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory}
+        shared = {gated_delta.SHARED_VARIABLE: "1"} if _shares_delta_rule(contract) else {}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory, **shared}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {

@@ -8,7 +8,6 @@ Trainer ranks and engine ranks are processes with random weights in the real lay
 so that a busy machine slows all of them alike, and the table shows medians. On a GPU, where memory is short, BF16 is left out.
 """
 
-import functools
 import multiprocessing
 import os
 import statistics
@@ -38,6 +37,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
+from parallel.attention import SoftmaxAttention
 from parallel.digest import make_stored_tensors
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -45,13 +45,17 @@ from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
 from parallel.transport import TRANSPORTS, load_transport
 
-_QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
+
+def _qwen3(layers: int, heads: int, kv_heads: int, **widths: Any) -> ModelGeometry:
+    return ModelGeometry("qwen3", (SoftmaxAttention(heads, kv_heads, 128, qk_norm=True),) * layers, **widths)
+
+
 MODELS = {
-    "tiny": _QWEN3(layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=4096, tied=True),
-    "0.5gb": _QWEN3(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=8192, tied=True),
-    "32b_slice": _QWEN3(layers=2, hidden=5120, heads=64, kv_heads=8, ffn=25600, vocab=4736),
-    "8b": _QWEN3(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
-    "0.6b": _QWEN3(layers=28, hidden=1024, heads=16, kv_heads=8, ffn=3072, vocab=151936, tied=True),
+    "tiny": _qwen3(layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=4096, tied=True),
+    "0.5gb": _qwen3(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=8192, tied=True),
+    "32b_slice": _qwen3(layers=2, hidden=5120, heads=64, kv_heads=8, ffn=25600, vocab=4736),
+    "8b": _qwen3(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+    "0.6b": _qwen3(layers=28, hidden=1024, heads=16, kv_heads=8, ffn=3072, vocab=151936, tied=True),
 }
 """Geometries of Qwen3 models. `0.5gb` has 0.44 GB of FP8 weights and scales and a small vocabulary, which stays BF16. `32b_slice` is 1/32
 of Qwen3-32B (2 of 64 layers, 4,736 of 151,936 words), with the same proportions of FP8 and BF16 bytes. `8b` has the sizes of Llama-3.1-8B;

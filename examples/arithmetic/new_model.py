@@ -76,7 +76,7 @@ def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
     return {
         tensor.name: torch.ones(tensor.rows)
         if tensor.vector
-        else torch.randn((tensor.rows, tensor.cols), generator=generator) * config["initializer_range"]
+        else torch.randn(tensor.shape, generator=generator) * config["initializer_range"]
         for tensor in ModelGeometry.from_hf_config(config).tensors().values()
     }
 

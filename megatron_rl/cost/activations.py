@@ -4,10 +4,13 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK, VALUE_ROWS
-from megatron_rl.cost.operators import RankShapes, list_attention_operators, list_mlp_operators, norm_bytes, quantized_bytes
+from megatron_rl.cost.attention import count_attention_working, list_attention_operators
+from megatron_rl.cost.operators import RankShapes, list_mlp_operators, norm_bytes, quantized_bytes
 from megatron_rl.cost.weights import EXPERT, count_layer_kinds, count_rank_shards
 from megatron_rl.cost.workload import Candidate, Workload
+from parallel.attention import LatentAttention
 from parallel.layout import Layout
+from parallel.model_geometry import LayerKind
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,7 @@ class ActivationBytes:
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
     layout, is_last = candidate.train, stage == candidate.train.pp - 1
     shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
-    limit = _kept_limit(candidate, shapes)
-    layers = [(count, whole, min(whole, limit)) for count, whole in _stage_layers(shapes, stage)]
+    layers = [(count, whole, min(whole, _kept_limit(candidate, shapes, kind))) for kind, count, whole in _stage_layers(shapes, stage)]
     boundary = 2 * shapes.hidden_input if is_last else 0  # final norm, output layer
     mtp_layers = job.trained_mtp_layers if is_last else 0
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
@@ -35,26 +37,27 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
     return ActivationBytes(at_once * (stage_bytes * in_flight + boundary), working)
 
 
-def count_layer_activations(shapes: RankShapes, has_experts: bool) -> float:
+def count_layer_activations(shapes: RankShapes, kind: LayerKind) -> float:
     """Return the bytes that one layer keeps for the backward pass."""
-    return _attention_bytes(shapes) + sum(operator.kept for operator in list_mlp_operators(shapes, has_experts))
+    return _attention_bytes(shapes, kind) + sum(operator.kept for operator in list_mlp_operators(shapes, kind.has_experts))
 
 
-def _attention_bytes(shapes: RankShapes) -> float:
-    return sum(operator.kept for operator in list_attention_operators(shapes))
+def _attention_bytes(shapes: RankShapes, kind: LayerKind) -> float:
+    return sum(operator.kept for operator in list_attention_operators(shapes, kind.attention))
 
 
-def _stage_layers(shapes: RankShapes, stage: int) -> list[tuple[int, float]]:
-    """Return (number of layers, bytes of one layer) for dense layers and layers with experts."""
+def _stage_layers(shapes: RankShapes, stage: int) -> list[tuple[LayerKind, int, float]]:
+    """Return (kind, number of layers, bytes of one layer) for each kind of layer of a stage."""
     counts = count_layer_kinds(shapes.job.model, shapes.layout, stage)
-    return [(count, count_layer_activations(shapes, bool(has_experts))) for has_experts, count in enumerate(counts) if count]
+    kinds = zip(shapes.job.model.layer_kinds, counts, strict=True)
+    return [(kind, count, count_layer_activations(shapes, kind)) for kind, count in kinds if count]
 
 
-def _kept_limit(candidate: Candidate, shapes: RankShapes) -> float:
+def _kept_limit(candidate: Candidate, shapes: RankShapes, kind: LayerKind) -> float:
     """Return the most bytes of a layer that are kept. The rest is recomputed."""
     if candidate.recompute == "none":
         return math.inf
-    return shapes.hidden_input + (0 if candidate.recompute == "full" else _attention_bytes(shapes))
+    return shapes.hidden_input + (0 if candidate.recompute == "full" else _attention_bytes(shapes, kind))
 
 
 def _mtp_layer_bytes(shapes: RankShapes, candidate: Candidate, decoder_layer: float) -> float:
@@ -105,13 +108,11 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def count_working(shapes: RankShapes) -> float:
     """Return the most bytes of gradients and temporary tensors of one operator of a layer.
 
-    SwiGLU: four gradients as wide as the MLP (three on a GPU), and a GPU backend's two quantized copies of one gradient. Attention, which
-    runs after the MLP's tensors are freed: gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the
-    query; on the CPU tier about 10 T q b bytes, measured.
+    SwiGLU: four gradients as wide as the MLP (three on a GPU), and a GPU backend's two quantized copies of one gradient. Attention
+    (`count_attention_working`), which runs after the MLP's tensors are freed.
     """
     model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
-    q, kv = shapes.head_widths
-    attention = shapes.tokens * (10 * b * q if shapes.cpu else b * 2 * (q + kv) + 4 * q)
+    attention = max(count_attention_working(shapes, kind.attention) for kind in model.layer_kinds)
     values = shapes.tokens * model.ffn / layout.tp
     if model.experts is not None:
         values = max(shapes.expert_rows * model.experts.ffn / layout.etp, shapes.tokens * model.experts.shared_ffn / layout.tp)
@@ -136,7 +137,7 @@ def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -
     """Return the activation memory of a pass without gradients: the larger of one layer and the logits."""
     layout = candidate.train
     shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
-    layer = max(size for _, size in _stage_layers(shapes, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
+    layer = max(size for *_, size in _stage_layers(shapes, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
     return max(layer, count_logits(shapes, False) if stage == layout.pp - 1 else 0)
 
 
@@ -155,15 +156,14 @@ def count_least_bytes_in_pass(job: Workload, candidate: Candidate, stage: int, t
     forward pass twice.
     """
     model, layout = job.model, candidate.train
-    if model.latent is not None or (model.trains_mtp and trains):
+    if any(isinstance(kind.attention, LatentAttention) for kind in model.layer_kinds) or (model.trains_mtp and trains):
         return None
     shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp), trains=trains)
     S, T, h, b, least = shapes.rows, shapes.tokens, model.hidden, job.high_bytes, 0.0
-    for has_experts, count in enumerate(count_layer_kinds(model, layout, stage)):
-        if count:
-            operators = [*list_attention_operators(shapes), *list_mlp_operators(shapes, bool(has_experts))]
-            forwards = 2 if trains and candidate.recompute == "full" else 1
-            least += count * sum(forwards * operator.forward + trains * operator.backward for operator in operators)
+    forwards = 2 if trains and candidate.recompute == "full" else 1
+    for (attention, has_experts), count in zip(model.layer_kinds, count_layer_kinds(model, layout, stage), strict=True):
+        operators = [*list_attention_operators(shapes, attention), *list_mlp_operators(shapes, has_experts)]
+        least += count * sum(forwards * operator.forward + trains * operator.backward for operator in operators)
     if stage == 0:  # the embedding's gradient is added to FP32 rows
         least += S * h * (2 * b + (b + 8 if trains else 0))
     if stage == layout.pp - 1:  # logits are read and, in training, changed in place

@@ -97,15 +97,6 @@ class RankShapes:
         """Bytes of the residual stream."""
         return self.rows * self.job.model.hidden * self.job.high_bytes
 
-    @cached_property
-    def head_widths(self) -> tuple[float, float]:
-        """q and kv."""
-        model, tp = self.job.model, self.layout.tp
-        if model.latent is not None:
-            width = model.heads / tp * (model.latent.nope_dim + model.latent.rope_dim)
-            return width, width
-        return model.heads / tp * model.head_dim, max(1.0, model.kv_heads / tp) * model.head_dim
-
 
 def quantized_bytes(job: Workload) -> float:
     """Return g."""
@@ -113,36 +104,12 @@ def quantized_bytes(job: Workload) -> float:
     return format.group_bytes if format.quantized else job.high_bytes
 
 
-def list_attention_operators(shapes: RankShapes) -> Iterator[Operator]:
-    """Yield the operators of a layer's norms and attention."""
-    model, b, w = shapes.job.model, shapes.job.high_bytes, shapes.operand_bytes
-    moved = shapes.rows * model.hidden * (3 * b + w)  # residual stream, sum and operand
-    for _ in range(4 if model.post_norms else 2):
-        yield Operator(norm_bytes(shapes, shapes.rows, model.hidden), moved, moved)
-    if model.latent is not None:
-        yield Operator(_latent_attention_bytes(shapes))
-        return
-    T, (q, kv) = shapes.tokens, shapes.head_widths
-    yield Operator(_column_input(shapes, model.hidden, "linear_qkv"))
-    angles = 4 * model.head_dim * model.rope.share if shapes.cpu else 0  # cosines and sines
-    rotated = T * b * (q + kv + angles)
-    heads, groups = model.heads / shapes.layout.tp, max(1.0, model.kv_heads / shapes.layout.tp)
-    fused = not shapes.cpu and model.rope.share == 1 and model.head_dim & (model.head_dim - 1) == 0  # `kernels.heads.reference`
-    if model.qk_norm and not fused:
-        rotated += norm_bytes(shapes, T * heads, model.head_dim, own_input=1 < groups < heads)
-        rotated += norm_bytes(shapes, T * groups, model.head_dim, own_input=False)
-    yield Operator(rotated, T * 2 * b * (q + kv), T * (2 * b * (q + kv) + b * kv + w * (q + 2 * kv)))
-    # v is a view of linear_qkv's result; the backward pass reads the gradient that linear_proj wrote
-    attention = T * b * (q + 2 * kv + q) + (0 if shapes.cpu else 4 * T * heads)
-    yield Operator(attention + _row_input(shapes, q), T * q * (b + w))
-
-
 def list_mlp_operators(shapes: RankShapes, has_experts: bool) -> Iterator[Operator]:
     """Yield the operators of a layer's MLP or experts, and of the layer's adapters."""
     model, layout, h = shapes.job.model, shapes.layout, shapes.job.model.hidden
     yield Operator(_adapter_bytes(shapes, has_experts))
     if not has_experts:
-        yield Operator(_column_input(shapes, h, "linear_fc1"))
+        yield Operator(column_input(shapes, h, "linear_fc1"))
         yield _swiglu(shapes, shapes.tokens, shapes.tokens, model.ffn / layout.tp)
         return
     experts, b, w, S, R = model.experts, shapes.job.high_bytes, shapes.operand_bytes, shapes.rows, shapes.routed_rows
@@ -156,6 +123,8 @@ def list_mlp_operators(shapes: RankShapes, has_experts: bool) -> Iterator[Operat
     yield _swiglu(shapes, shapes.expert_rows, R, experts.ffn / layout.etp)
     if experts.shared_ffn:
         yield _swiglu(shapes, shapes.tokens, shapes.tokens, experts.shared_ffn / layout.tp)
+    if experts.shared_gate:  # keeps what it multiplies, on a CPU in FP32
+        yield Operator(S * (h * (4 if shapes.cpu else b) + 4), S * h * 2 * b, S * h * 4 * b)
 
 
 def _swiglu(shapes: RankShapes, padded_rows: float, rows: float, ffn: float) -> Operator:
@@ -172,12 +141,12 @@ def norm_bytes(shapes: RankShapes, rows: float, width: float, own_input: bool = 
     return rows * ((width * shapes.job.high_bytes if own_input else 0) + 4)
 
 
-def _column_input(shapes: RankShapes, width: float, layer: str) -> float:
+def column_input(shapes: RankShapes, width: float, layer: str) -> float:
     """Return what a column-parallel layer keeps: under sequence parallelism the rank's shard of the unquantized input."""
     return shapes.rows * width * (shapes.job.high_bytes if shapes.sequence_parallel else shapes.kept_input_bytes(layer))
 
 
-def _row_input(shapes: RankShapes, width: float) -> float:
+def row_input(shapes: RankShapes, width: float) -> float:
     """Return what a row-parallel layer keeps in addition to the tensor that the producer of its input keeps."""
     return shapes.tokens * width * shapes.linear_input_bytes if shapes.quantizes_inputs else 0
 
@@ -193,36 +162,20 @@ def _adapter_bytes(shapes: RankShapes, has_experts: bool) -> float:
     return tokens * adapters.rank * job.high_bytes
 
 
-def _latent_attention_bytes(shapes: RankShapes) -> float:
-    """Return the bytes that MLA keeps. Down projections are replicated; the weight of kv_b is dequantized in each pass, and kept."""
-    model, latent, b = shapes.job.model, shapes.job.model.latent, shapes.job.high_bytes
-    assert latent is not None
-    heads = model.heads / shapes.layout.tp
-    copies = 2 if shapes.quantizes_inputs and latent.q_rank else 1
-    size = copies * shapes.rows * model.hidden * shapes.kept_input_bytes("linear_kv_down_proj")
-    size += sum(norm_bytes(shapes, shapes.rows, rank) for rank in (latent.q_rank, latent.kv_rank) if rank)
-    size += _column_input(shapes, latent.q_rank, "linear_q_up_proj") + shapes.rows * latent.kv_rank * b
-    angles = 4 * latent.rope_dim if shapes.cpu else 0
-    size += shapes.tokens * b * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + angles)
-    size += _row_input(shapes, heads * latent.v_dim)
-    size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * b if shapes.job.contract.trainer_format.quantized else 0
-    return size + (0 if shapes.cpu else 4 * shapes.tokens * heads)
-
-
 class TokenFlops(NamedTuple):
     """Forward FLOPs of one token in the whole model."""
 
     linear: float
     """Linear layers that the precision contract quantizes."""
     attention: float
-    """Causal attention over sequences of mean length."""
+    """Causal attention over sequences of mean length, and the states of linear attention."""
     output: float
     """The output layer."""
 
 
 def count_flops_per_token(job: Workload) -> TokenFlops:
     model = job.model
-    attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
+    attention = sum(job.mean_sequence * kind.flops_per_position + kind.flops_per_token for kind in model.attention)
     return TokenFlops(count_linear_flops(job, QUANTIZED_ROLES), attention, 2 * (1 if model.value_head else model.vocab) * model.hidden)
 
 

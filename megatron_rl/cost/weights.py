@@ -17,6 +17,7 @@ and moments. Layers of one kind are equal, so one layer of each kind is counted.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemor
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
     """Yield (parameter, count on a rank of pipeline stage `stage`). Raise GeometryError as `build_megatron_shards` does."""
-    counts = count_layers_like_each(model, layout, stage)
+    counts = count_layer_kinds(model, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
     for shard, copies in _representative_shards(model, layout.tp, layout.ep, layout.etp):
         if shard.name == _EMBEDDING:
@@ -97,20 +98,11 @@ def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> 
     return tuple((shard, per_rank if EXPERT in shard.name else 1) for shard in representatives)
 
 
-def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
-    """Return how many layers of a stage have the kind of each layer of `keep_one_layer_per_kind`."""
-    plain, sparse = count_layer_kinds(model, layout, stage)
-    if model.experts is None:
-        return [plain]
-    return [plain, sparse] if model.experts.dense_layers else [sparse]
-
-
 @lru_cache(maxsize=4096)
-def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return (dense layers, layers with experts) of a stage."""
-    layers = list_stage_layers(model.layers, layout, stage)
-    sparse = sum(map(model.has_experts, layers))
-    return len(layers) - sparse, sparse
+def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, ...]:
+    """Return how many layers of a stage are of each of `model.layer_kinds`, which are the layers of `keep_one_layer_per_kind`."""
+    found = Counter(map(model.layer_kind, list_stage_layers(model.layers, layout, stage)))
+    return tuple(found[kind] for kind in model.layer_kinds)
 
 
 @lru_cache(maxsize=4096)
@@ -120,7 +112,7 @@ def list_extreme_stages(job: Workload, layout: Layout) -> tuple[int, ...]:
     Of the stages with the same layers, the first has the most micro-batches in flight, and only the last has more besides: the logits.
     """
     models = [each.model for each in (job, job.teacher) if each is not None]
-    first: dict[tuple[tuple[int, int], ...], int] = {}
+    first: dict[tuple[tuple[int, ...], ...], int] = {}
     for stage in range(layout.pp):
         first.setdefault(tuple(count_layer_kinds(model, layout, stage) for model in models), stage)
     return tuple(sorted({*first.values(), layout.pp - 1}))
@@ -178,7 +170,7 @@ def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> 
 def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
     """Return the bytes of an engine rank's parameters and scales, including vocabulary padding."""
     total = 0
-    counts = count_layers_like_each(job.model, Layout(), 0)
+    counts = count_layer_kinds(job.model, Layout(), 0)
     for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
         parts = shard.name.split(".")
         count = counts[int(parts[2])] if parts[1] == "layers" else 1
@@ -187,15 +179,18 @@ def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
 
 
 def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
-    """Return the bytes per token of keys and values of all layers on an engine rank. With MLA every rank keeps one latent for all heads."""
-    model = job.model
-    if model.latent is not None:
-        return model.layers * (job.contract.count_kv_bytes(model.latent.kv_rank) + job.contract.count_kv_bytes(model.latent.rope_dim))
-    return model.layers * 2 * max(1, model.kv_heads // tp) * job.contract.count_kv_bytes(model.head_dim)
+    """Return the bytes per token of what all layers cache on an engine rank."""
+    return sum(kind.count_cache_bytes(tp, job.contract.count_kv_bytes) for kind in job.model.attention)
+
+
+def count_state_bytes_per_request(job: Workload, tp: int) -> int:
+    """Return the bytes per request of the states of all layers on an engine rank."""
+    return sum(kind.count_state_bytes(tp, job.high_bytes) for kind in job.model.attention)
 
 
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:
-    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens and of SGLang's int32 table of token slots per request."""
-    rollout = job.config.rollout
-    table = 4 * rollout.max_running_requests * int(job.hf_config.get("max_position_embeddings", 0))
-    return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table
+    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens, and for each request of SGLang's int32 table of token slots
+    and of the states."""
+    rollout, tp = job.config.rollout, candidate.rollout_tp
+    per_request = 4 * int(job.hf_config.get("max_position_embeddings", 0)) + count_state_bytes_per_request(job, tp)
+    return rollout.max_total_tokens * count_kv_bytes_per_token(job, tp) + rollout.max_running_requests * per_request

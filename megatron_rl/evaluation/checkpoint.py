@@ -71,6 +71,7 @@ class EvalCheckpoint:
             write_all_but_weights(temporary, resolved, None)
         else:
             convert(weights, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
+            write_all_but_weights(temporary, ModelGeometry.resolve_config(read_config(temporary)), None)  # of the decoder alone
         if self.lora is not None:
             write_for_engine(self.folder, self.lora, temporary)
         return temporary

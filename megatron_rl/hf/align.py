@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.precision.contract import QUANTIZED_ROLES
+from parallel.attention import LatentAttention, SoftmaxAttention
 from parallel.digest import view_rect
 from parallel.formats import BF16, FP8, TensorFormat
 from parallel.layout import Layout
@@ -53,12 +54,16 @@ def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str
     if model.experts is not None:
         shared = model.experts.shared_ffn // model.experts.ffn  # shared experts are this many times as wide, and sharded over tp
         config["moe_intermediate_size"] = _round_up(model.experts.ffn, math.lcm(block * etp, block * tp // math.gcd(block * tp, shared)))
-    if model.latent is None:
-        config["head_dim"] = model.head_dim
-    elif model.latent.q_rank:
-        config["q_lora_rank"] = _round_up(model.latent.q_rank, block)
+    for kind in dict.fromkeys(model.attention):
+        if not kind.can_widen:
+            raise GeometryError("--align", block, f"cannot widen {kind.module}, which {model.family} has", "leave it out")
+        if isinstance(kind, SoftmaxAttention):
+            config["head_dim"] = kind.head_dim
+        elif isinstance(kind, LatentAttention) and kind.q_rank:
+            config["q_lora_rank"] = _round_up(kind.q_rank, block)
     config |= _add_groups(model, config, block, tp)
-    divided = model.hidden % model.heads == 0  # must stay true: transformers requires it of Llama
+    heads = _count_heads(model)[0]
+    divided = model.hidden % heads == 0  # must stay true: transformers requires it of Llama
     hidden = _round_up(model.hidden, math.lcm(block, config["num_attention_heads"] if divided else 1))
     if hidden != model.hidden:
         config |= {"hidden_size": hidden, "rms_norm_eps": model.norm_eps * model.hidden / hidden}
@@ -67,17 +72,25 @@ def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str
 
 def _add_groups(model: ModelGeometry, config: Mapping[str, Any], block: int, tp: int) -> dict[str, int]:
     """Return the fewest heads with which no rank of trainer or engine cuts a block."""
-    per_group, blocks = model.heads // model.kv_heads, replace(FP8, block=(block, block))
+    (count, least), blocks = _count_heads(model), replace(FP8, block=(block, block))
 
     def format_of(role: str) -> TensorFormat:
         return blocks if role in QUANTIZED_ROLES else BF16
 
-    for groups in range(model.kv_heads, model.kv_heads + block * tp):  # a multiple of block * tp is among them
-        heads = {"num_attention_heads": groups * per_group, "num_key_value_heads": groups}
-        attention = replace(ModelGeometry.from_hf_config({**config, **heads}), experts=None, layers=1)
+    for groups in range(least, least + block * tp):  # a multiple of block * tp is among them
+        heads = {"num_attention_heads": groups * (count // least), "num_key_value_heads": groups}
+        wide = ModelGeometry.from_hf_config({**config, **heads})
+        attention = replace(wide, experts=None, attention=wide.attention[:1])
         if not (find_trainer_problem(attention, Layout(tp=tp), format_of) or find_engine_problem(attention, tp, 1, format_of)):
             return heads
     raise AssertionError(f"no number of heads fits blocks of {block} on {tp} ranks")
+
+
+def _count_heads(model: ModelGeometry) -> tuple[int, int]:
+    """Return the numbers of query heads and of key-value heads."""
+    kind = model.attention[0]
+    assert isinstance(kind, SoftmaxAttention | LatentAttention)
+    return kind.heads, kind.kv_heads if isinstance(kind, SoftmaxAttention) else kind.heads
 
 
 def _round_up(width: int, multiple: int) -> int:

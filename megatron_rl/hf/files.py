@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
+from parallel.wrappers import unwrap
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -41,13 +42,13 @@ def read_object(path: Path, field: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
-    """Return config.json of a checkpoint folder. Raise UserError, naming `field`, if it is missing or not a JSON object, or if another file
-    describes quantized weights that it does not mention."""
+    """Return config.json of a checkpoint folder; of a wrapper, that of its decoder (`parallel.wrappers`). Raise UserError,
+    naming `field`, if it is missing or not a JSON object, or if another file describes quantized weights that it does not mention."""
     path = folder / _CONFIG
     if not os.path.isfile(path):  # Path.is_file raises OSError for a folder that cannot be entered
         rule = "holds no config.json" if os.path.isdir(folder) else "does not exist"
         raise UserError(field, str(folder), rule, "give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub")
-    config = read_object(path, field)
+    config = unwrap(read_object(path, field))
     others = [folder / name for name in _DESCRIPTIONS[1:] if not config.get("quantization_config") and os.path.isfile(folder / name)]
     if others:
         rule = "describes quantized weights that config.json does not mention, so they cannot be read"

@@ -25,15 +25,18 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
 from parallel.formats import BLOCK, FORMATS, TensorFormat
 from parallel.model_geometry import VALUE_HEAD, ModelGeometry
-from parallel.mtp_layers import list_copies, list_mtp_tensors
+from parallel.mtp_layers import list_mtp_copies, list_mtp_tensors
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
 _HEAD = "lm_head.weight"
 _MTP_IS_KEPT = "the layers for multi-token prediction are not trained; checkpoints and exports keep them"
+_VISION_IS_KEPT = "the vision tower is not trained, because samples are text; checkpoints and exports keep it"
 _OTHER_PARTS = {"adapter_config.json": "transformers", "decision_config.json": "SGLang", "joint_head_config.json": "SGLang"}
 """Files that add adapters or a head to the weights beside them, and who reads them."""
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+"""Name of an expert's matrix. transformers 5 stores all experts of a layer in two tensors, without `.weight`."""
 _STRIP = 1 << 22  # elements to read or check at a time
 
 
@@ -54,6 +57,26 @@ def _shorten(names: Sequence[str]) -> str:
     for name in names:
         alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
     return ", ".join(each[0] + f" and {len(each) - 1} of other numbers" * (len(each) > 1) for each in alike.values())
+
+
+class _ExpertSlice:
+    """Stands in for safetensors' slice of an expert's matrix in a stack of all experts: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+
+    def __init__(self, stack: Any, expert: str, part: str) -> None:
+        self._stack, self._expert, shape = stack, int(expert), stack.get_shape()
+        self._rows, self._cols = (shape[-2] if part == "down" else shape[-2] // 2), shape[-1]
+        self._first = self._rows if part == "up" else 0
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, self._cols]
+
+    def get_dtype(self) -> str:
+        return str(self._stack.get_dtype())
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows, *cols = key if isinstance(key, tuple) else (key,)
+        start, end, _ = rows.indices(self._rows)
+        return self._stack[(slice(self._expert, self._expert + 1), slice(self._first + start, self._first + end), *cols)][0]
 
 
 class HFCheckpoint:
@@ -96,7 +119,8 @@ class HFCheckpoint:
         in a quantized checkpoint.
         """
         found = self._check_files()
-        expected = set()
+        self._check_stacks(model)
+        expected = {name for name in found if model.is_vision_tensor(name)}
         for tensor in model.tensors().values():
             expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
         expected |= self._check_mtp_layers(model)
@@ -106,12 +130,22 @@ class HFCheckpoint:
                 raise self._error(rule, "remove the tensor, or correct config.json")
         self.check_copies(model)
 
+    def _check_stacks(self, model: ModelGeometry) -> None:
+        """Raise UserError if a stack of experts is not [E, rows, columns] for the model's number of experts E."""
+        for name in {self._find_stored(tensor.name) for tensor in model.tensors().values()} - model.tensors().keys():
+            count = model.experts.count if model.experts else 0
+            if name in self._file_of and ((shape := self._open_file(self._file_of[name]).get_slice(name).get_shape())[0], len(shape)) != (
+                count,
+                3,
+            ):
+                raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
+
     def check_copies(self, model: ModelGeometry) -> None:
         """Raise UserError if a stored copy of the embedding or output layer, which is not read, differs from the original."""
         originals = {tensor.role: tensor for tensor in model.tensors().values() if tensor.role in ("embedding", "lm_head")}
         copies = {_HEAD: "embedding"} if model.tied and not model.value_head else {}
         for number in range(model.mtp_layers if model.trains_mtp else 0):
-            copies |= {name: tensor.role for name, tensor in list_copies(model, number).items()}
+            copies |= {name: tensor.role for name, tensor in list_mtp_copies(model, number).items()}
         for name, role in copies.items():
             original = originals.get(role, originals["embedding"])  # of a tied model
             if name not in self._file_of or name == original.name:
@@ -129,6 +163,7 @@ class HFCheckpoint:
         unread: dict[str, list[str]] = {}
         for name in sorted(self._check_files()):
             kept = _MTP_IS_KEPT * (model.is_mtp_tensor(name) and not model.trains_mtp)
+            kept = kept or _VISION_IS_KEPT * model.is_vision_tensor(name)
             if reason := kept or _explain_unread(name, model):
                 unread.setdefault(reason, []).append(name)
         lines = [f"not read from {self.folder}: {_shorten(names)}: {reason}" for reason, names in unread.items()]
@@ -147,7 +182,7 @@ class HFCheckpoint:
             return set()
         tensors, expected = list_mtp_tensors(model), set()
         for number in range(model.mtp_layers):
-            for name in list_copies(model, number).keys() - self._file_of.keys():
+            for name in list_mtp_copies(model, number).keys() - self._file_of.keys():
                 del tensors[name]
         for tensor in tensors.values():
             format = self.find_format(tensor)
@@ -157,13 +192,13 @@ class HFCheckpoint:
     def _check_weight(self, tensor: HFTensor, format: TensorFormat | None) -> set[str]:
         """Check a tensor and its scales. Return their names."""
         dtypes = (format.safetensors_dtype,) if format else _HIGH
-        self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
+        self._check_tensor(tensor.name, list(tensor.shape), dtypes)
         if format is None:
-            return {tensor.name}
+            return {self._find_stored(tensor.name)}
         name, scale_dtype = format.scale_name(tensor.name), format.scale.safetensors_dtype
         scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
         self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
-        return {tensor.name, name}
+        return {self._find_stored(tensor.name), name}
 
     def _check_files(self) -> dict[str, Path]:
         """Return {tensor: file} from the files' headers. Raise UserError if it differs from the index."""
@@ -182,7 +217,7 @@ class HFCheckpoint:
         return found
 
     def _check_tensor(self, name: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
-        if name not in self._file_of:
+        if self._find_stored(name) not in self._file_of:
             raise self._error(f"tensor {name} is missing", "the checkpoint is incomplete, or config.json is another model's")
         view = self._slice(name)
         if view.get_shape() != shape:
@@ -220,9 +255,10 @@ class HFCheckpoint:
                 fix = f'set precision.scale_format = "fp32", or dequantize the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are not powers of two, precision.scale_format is "pow2"', fix)
 
-    def list_mtp_tensors(self, model: ModelGeometry) -> dict[str, int]:
-        """Return {name: bytes} of the stored tensors of MTP layers, including scales. Reads only headers."""
-        return {name: self._count_bytes(name) for name in sorted(self._file_of) if model.is_mtp_tensor(name)}
+    def list_copied_tensors(self, model: ModelGeometry) -> dict[str, int]:
+        """Return {name: bytes} of the stored tensors of MTP layers and of the vision tower, including scales. Reads only headers."""
+        names = (name for name in sorted(self._file_of) if model.is_mtp_tensor(name) or model.is_vision_tensor(name))
+        return {name: self._count_bytes(name) for name in names}
 
     def _count_bytes(self, name: str) -> int:
         view = self._slice(name)
@@ -238,13 +274,14 @@ class HFCheckpoint:
         tensor, (row, col, rows, cols), *_ = region
         if self._starts_at_0(tensor):
             return torch.zeros(rows, cols)
-        format, view = self.find_format(tensor), self._slice(tensor.name)
+        format, view, whole = self.find_format(tensor), self._slice(tensor.name), (slice(None),) * (len(tensor.shape) - 2)
         if format is not None and format.block is not None:
             above, left = row % format.block[0], col % (format.block[1] or 1)  # part of the first blocks outside the rectangle
-            whole = Rect(row - above, col - left, above + rows, left + cols)
-            value = dequantize(self._read_blocks(tensor, format, whole), format)[above:, left:]
+            blocks = Rect(row - above, col - left, above + rows, left + cols)
+            value = dequantize(self._read_blocks(tensor, format, blocks), format)[above:, left:]
         else:
-            value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
+            value = view[row : row + rows] if tensor.vector else view[(slice(row, row + rows), *whole, slice(col, col + cols))]
+            value = value.squeeze(1) if whole else value
         self._refuse_non_finite(tensor.name, value)
         return value
 
@@ -279,8 +316,18 @@ class HFCheckpoint:
     def _starts_at_0(self, tensor: HFTensor) -> bool:
         return tensor.name == VALUE_HEAD and tensor.name not in self._file_of
 
+    def _find_stored(self, name: str) -> str:
+        """Return the name of the stored tensor that holds a tensor: its own, or that of a stack of all experts."""
+        match = _EXPERT.fullmatch(name)
+        if match is None or name in self._file_of:
+            return name
+        stack = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+        return stack if stack in self._file_of else name
+
     def _slice(self, name: str) -> Any:
-        return self._open_file(self._file_of[name]).get_slice(name)
+        stored = self._find_stored(name)
+        view = self._open_file(self._file_of[stored]).get_slice(stored)
+        return view if stored == name else _ExpertSlice(view, *_EXPERT.fullmatch(name).groups()[1:])  # type: ignore[union-attr]
 
     def _refuse_non_finite(self, name: str, values: torch.Tensor) -> None:
         if not torch.isfinite(values).all():

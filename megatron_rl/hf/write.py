@@ -41,7 +41,8 @@ def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) 
     """Return the config.json of the same model with weights in the formats of the contract's engine."""
     resolved = ModelGeometry.resolve_config(hf_config)
     config = {name: value for name, value in resolved.items() if name not in ("dtype", "quantization_config")}
-    quantization = contract.engine_format.quantization_config()
+    model = ModelGeometry.from_hf_config(hf_config)
+    quantization = contract.engine_format.quantization_config(model.unquantized_modules)
     return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
 
 

@@ -11,7 +11,7 @@ depend on the number of rows, and about one result in 10,000 changes. They run i
 2 to 4 times as long as in one product; a decoded token takes no longer.
 
 Norms, SwiGLU, rotary positions and log-softmax are computed row by row and are invariant. Sigmoids, which route tokens in GLM-4.5 and
-DeepSeek-V3, differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
+DeepSeek-V3, SiLU, and softplus differ in their last bit at the end of a tensor unless their number is a multiple of `VECTOR_STEP`.
 """
 
 import functools
@@ -31,10 +31,13 @@ from megatron_rl.precision.threads import all_threads, single_threaded
 MIN_ROWS = 16
 MAX_ROWS = 32  # most rows of a BF16 product with sums of at least `SPLIT_SUM` numbers
 SPLIT_SUM = 481
+MIN_COLUMNS = 16
+"""Fewest columns of an invariant FP32 product. With up to 8, MKL sums in another order, and with one also by the number of rows. A layer's
+rows over tensor-parallel ranks, such as the gates of few heads, may be fewer on each rank than on one."""
 MIN_AMX_COLUMNS = 32
 """Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
 for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
-SIGMOIDS = 32  # step of torch's vector loop; the rest of a tensor is computed by another formula
+VECTOR_STEP = 32  # of torch's loop; the rest of a tensor is computed by another formula
 KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
 _MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
 _QUERIES_PER_STEP = 64
@@ -87,7 +90,10 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
-    return apply_product(lambda rows: _multiply(rows, weight), x)
+    if len(weight) >= MIN_COLUMNS or x.is_cuda:
+        return apply_product(lambda rows: _multiply(rows, weight), x)
+    padded = append_zeros(weight, -2, MIN_COLUMNS - len(weight))
+    return apply_product(lambda rows: _multiply(rows, padded), x)[..., : len(weight)].contiguous()
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -130,12 +136,17 @@ class InvariantMatmuls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def apply_elementwise(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return function(x) for an elementwise function, float32 x of any shape. On a CPU, every number is computed by torch's vector loop."""
+    if x.is_cuda:
+        return function(x)
+    with single_threaded():
+        return function(append_zeros(x.reshape(-1), -1, -x.numel() % VECTOR_STEP))[: x.numel()].view(x.shape)
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """Return 1 / (1 + exp(-x)) of float32 x of any shape."""
-    if x.is_cuda:
-        return torch.sigmoid(x)
-    with single_threaded():
-        return append_zeros(x.reshape(-1), -1, -x.numel() % SIGMOIDS).sigmoid()[: x.numel()].view(x.shape)
+    return apply_elementwise(torch.sigmoid, x)
 
 
 class InvariantRouting(InvariantMatmuls):

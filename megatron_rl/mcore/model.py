@@ -99,6 +99,7 @@ def freeze(model: ModelChunks) -> ModelChunks:
 
 
 def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, vp_stage: int | None) -> GPTModel:
+    rope = geometry.rope
     model = (LookaheadModel if geometry.trains_mtp else GPTModel)(
         config=config,
         transformer_layer_spec=build_decoder_spec(config, vp_stage=vp_stage),
@@ -108,16 +109,16 @@ def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransfor
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=geometry.tied,
         position_embedding_type="rope",
-        rotary_percent=geometry.rope.share,
-        rotary_base=geometry.rope.theta,
-        rope_scaling=geometry.rope.llama3_factor is not None,
-        rope_scaling_factor=geometry.rope.llama3_factor or 1.0,
+        rotary_percent=rope.share,
+        rotary_base=rope.theta,
+        rope_scaling=rope.llama3_factor is not None,
+        rope_scaling_factor=rope.llama3_factor or 1.0,
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    if geometry.rope.yarn and not geometry.latent:
+    if rope.yarn and not config.multi_latent_attention:
         plain = model.rotary_pos_emb
-        plain.inv_freq = extend_frequencies(plain.inv_freq, geometry.rope.theta, geometry.rope.yarn)
+        plain.inv_freq = extend_frequencies(plain.inv_freq, rope.theta, rope.yarn)
     if model.pre_process:
         model.embedding.word_embeddings.__class__ = Embedding  # Megatron hard-codes the classes of embedding and output layer
     if model.post_process and geometry.value_head:

@@ -14,10 +14,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.linear import make_grouped_backend
+from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
-from megatron_rl.precision.graph.decoder import Gradients, LayerPrecision, Operator
+from megatron_rl.precision.graph.decoder import DECAY, Gradients, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
@@ -55,7 +56,7 @@ class _Reader(Reader):
         return self.connect({layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
-        attention, mlp = _require_class(layer.self_attention, SelfAttention, MLASelfAttention), layer.mlp
+        attention, mlp = _require_class(layer.self_attention, SelfAttention, MLASelfAttention, GatedDeltaNetLayer), layer.mlp
         operators, logits = self.read_modules(layer), None
         if isinstance(attention, MLASelfAttention) and "attention.q_norm" in operators:
             operators["attention.q_a_norm"] = operators.pop("attention.q_norm")
@@ -64,8 +65,19 @@ class _Reader(Reader):
         if isinstance(_require_class(mlp, MLP, MoELayer), MoELayer):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)
+        if isinstance(attention, GatedDeltaNetLayer):
+            return LayerPrecision(operators | self.read_delta(attention), self.residual, None, logits=logits)
         cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
-        return LayerPrecision(operators, self.residual, cache, core, logits)
+        return LayerPrecision(operators, self.residual, cache, core, logits, attention.config.attention_output_gate)
+
+    def read_delta(self, attention: GatedDeltaNetLayer) -> dict[str, Operator]:
+        """Read the convolution and the delta rule, whose state is float32 whatever its inputs are (`kernels.gated_delta`)."""
+        decay = [getattr(attention, name) for name in DECAY]
+        grad, master = _gradient_and_master(decay[0])
+        rule = Operator({"x": self.hidden, "gates": self.hidden, "state": FP32}, type(attention).__name__)
+        rule = rule.with_inputs(**dict(zip(DECAY, map(self.read_tensor, decay), strict=True)))
+        gradients = Gradients(self.hidden, FP32, self.hidden, self.hidden, grad, master, DECAY if decay[0].requires_grad else ())
+        return {"attention.conv": self.read_weighted(attention.conv1d), "attention.delta": replace(rule, gradients=gradients)}
 
     def read_residual(self, norm: Any) -> TensorPrecision:
         return self.residual
@@ -94,6 +106,8 @@ class _Reader(Reader):
                 backend = make_grouped_backend(layers[0].config.linear_backend, layers[0].format)
                 operator = replace(operator, detail=f"{type(layers[0]).__name__}, {type(backend).__name__}")
             operators[f"mlp.experts.{side}"] = operator
+        if (gate := getattr(moe.shared_experts, "gate_weight", None)) is not None:
+            operators["mlp.shared_experts.score"] = self.read_weighted(moe.shared_experts, weight=gate)
         return operators
 
     def read_linear(self, module: Any) -> Operator:

@@ -1,7 +1,7 @@
 """Megatron's TransformerConfig for a model, a layout and a precision contract."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.mcore.attention_kinds import attention_options
 from megatron_rl.precision.contract import PrecisionContract
+from parallel.attention import AttentionKind
 from parallel.formats import BF16, TensorFormat
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
@@ -29,6 +31,8 @@ class QuantizedTransformerConfig(TransformerConfig):
     scale_kv_by_layer: bool = False
     post_norms: bool = False  # normalize the outputs of attention and MLP before they are added to the residual stream
     attention_length: float = math.inf  # see `ModelGeometry.attention_length`
+    attention: tuple[AttentionKind, ...] = ()  # of each layer of the whole model
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight
     yarn_rotary_scaling_factor: float = 1.0  # with the next two, what Megatron's plain attention multiplies cosines and sines by
     yarn_mscale: float | None = None
     yarn_mscale_all_dim: float | None = None
@@ -47,18 +51,16 @@ def build_transformer_config(
 ) -> QuantizedTransformerConfig:
     """Return Megatron's config of a model."""
     dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
-    return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
+    attention = attention_options(geometry)
+    return (QuantizedMLATransformerConfig if attention.get("multi_latent_attention") else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
-        num_attention_heads=geometry.heads,
         ffn_hidden_size=geometry.ffn,
         gated_linear_unit=True,
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=geometry.norm_eps,
-        qk_layernorm=geometry.qk_norm,  # per head; not for latent queries, whose gradients Megatron would sum over tensor-parallel ranks
         add_bias_linear=False,
-        add_qkv_bias=geometry.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -79,11 +81,14 @@ def build_transformer_config(
         scale_kv_by_layer=contract.scales_kv_by_layer,
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
+        attention=geometry.attention,
+        zero_centered_norms=geometry.zero_centered_norms,
+        hetereogenous_dist_checkpoint=len(set(geometry.attention)) > 1,  # otherwise Megatron stacks the tensors of all layers
         trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
         at_once=(train.count_at_once(layout, quantized, False), train.count_at_once(layout, quantized, True)),
         **layout_options(layout, train),
         **recompute_options(train, geometry),
-        **attention_options(geometry),
+        **attention,
         **expert_options(geometry),
     )
 
@@ -117,31 +122,6 @@ def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, 
     return {}
 
 
-def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return the options of plain attention, or of multi-latent attention with its own rotary embedding."""
-    latent, rope, yarn = geometry.latent, geometry.rope, geometry.rope.yarn
-    if latent is None:
-        scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim") if yarn else ()
-        return {
-            "num_query_groups": geometry.kv_heads,
-            "kv_channels": geometry.head_dim,
-            "rotary_interleaved": rope.interleaved,
-            **{f"yarn_{name}": getattr(yarn, name) for name in scale},
-        }
-    options: dict[str, Any] = {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.nope_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.v_dim,
-        "rotary_base": rope.theta,
-    }
-    if yarn is None:  # Megatron scales the softmax by the rotary scaling factor even without YaRN
-        return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return {**options, "rope_type": "yarn", **asdict(yarn)}
-
-
 def expert_options(geometry: ModelGeometry) -> dict[str, Any]:
     """Return the options of the experts and their router. Load balancing is off; an actor may turn it on."""
     experts = geometry.experts
@@ -153,6 +133,7 @@ def expert_options(geometry: ModelGeometry) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": [int(geometry.has_experts(layer)) for layer in range(geometry.layers)],
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_topk": experts.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",

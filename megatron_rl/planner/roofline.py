@@ -130,8 +130,8 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
         exchange += (2 * directions - saved) * rows / _bandwidth(layout.ep * layout.etp, cluster)
     context_exchange = 0.0
     if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.passes.context_parallel does
-        heads = 2 * model.heads + 2 * model.kv_heads
-        width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
+        moved = sum(kind.moved_heads for kind in model.attention) / model.layers
+        width = moved / layout.tp * (layout.cp - 1) / layout.cp
         context_exchange = directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
     if candidate.at_once(job, trains=products > 1) > 1:  # another micro-batch computes during the exchange
         return max(compute, exchange) + context_exchange, output_layer
@@ -190,6 +190,7 @@ def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster,
     if job.model.experts is not None:  # experts that no token of the batch chose are not read
         read *= 1 - (1 - job.top_k / job.model.experts.count) ** running
     read += running * job.mean_sequence * weights.count_kv_bytes_per_token(job, candidate.rollout_tp)
+    read += 2 * running * weights.count_state_bytes_per_request(job, candidate.rollout_tp)  # read and written
     compute = running * sum(count_flops_per_token(job)) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
     tp, results, by_tree = candidate.rollout_tp, running * job.model.hidden, job.contract.sums_by_tree
     messages = 2 if by_tree and results > GATHERED_WHOLE else 1

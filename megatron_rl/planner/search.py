@@ -186,7 +186,7 @@ class Planner:
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
             for pp in _divisors(gpus // tp):
                 for cp in self._context_sizes(gpus):
-                    if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.heads % (tp * cp) == 0):
+                    if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.shares_heads(tp * cp)):
                         for layout in self._expert_layouts(Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))):
                             yield from self._interleaved(layout)
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from megatron_rl.cost.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
-from megatron_rl.cost.weights import count_layers_like_each
+from megatron_rl.cost.weights import count_layer_kinds
 from megatron_rl.cost.workload import Candidate, Workload
 from parallel.adapters import is_adapter
 from parallel.layout_hints import keep_one_layer_per_kind
@@ -73,10 +73,10 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> tuple
     whole: dict[tuple[int, int], int] = defaultdict(int)
     adapters: dict[tuple[int, int], int] = defaultdict(int)
     last = int(stage == candidate.train.pp - 1)
-    counts = {str(layer): count for layer, count in enumerate(count_layers_like_each(job.model, candidate.train, stage))}
+    counts = {str(layer): count for layer, count in enumerate(count_layer_kinds(job.model, candidate.train, stage))}
     counts |= {"embed_tokens": int(stage == 0), "norm": last, "lm_head": last}
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
-        parts = transfer.tensor.removeprefix("model.").split(".")
+        parts = transfer.tensor.removeprefix(job.model.prefix).split(".")
         if count := counts[parts[1] if parts[0] == "layers" else parts[0]]:
             link = stage * width + transfer.source_rank, gpu_of[transfer.target_rank]
             whole[link] += count * transfer.nbytes

@@ -26,32 +26,34 @@ class HookPoint(NamedTuple):
 
 _LAYERS = "decoder.layers.*.", "model.layers.*."
 _TABLE = """
-    input                       whole  input_layernorm:in0                   input_layernorm:out1
-    input_norm                  whole  input_layernorm:out                   input_layernorm:out
-    attention.qkv               qkv    self_attention.linear_qkv:out         self_attn.qkv_proj:out
-    attention.q_norm            split  self_attention.q_layernorm:out        self_attn.q_norm:out
-    attention.k_norm            kv     self_attention.k_layernorm:out        self_attn.k_norm:out
-    attention.q_a               whole  self_attention.q_layernorm:in0        self_attn.q_a_layernorm:in0
-    attention.q_a_norm          whole  self_attention.q_layernorm:out        self_attn.q_a_layernorm:out
-    attention.q_b               split  self_attention.linear_q_up_proj:out   self_attn.q_b_proj:out
-    attention.q_b               split  self_attention.linear_q_proj:out      self_attn.q_proj:out
-    attention.kv_a              whole  self_attention.kv_layernorm:in0       self_attn.kv_a_layernorm:in0
-    attention.kv_a_norm         whole  self_attention.kv_layernorm:out       self_attn.kv_a_layernorm:out
-    attention.rope.q            split  self_attention.core_attention:in0     self_attn.attn:in0 self_attn.attn_mqa:in0
-    attention.rope.k            kv     self_attention.core_attention:in1     self_attn.attn:in1 self_attn.attn_mqa:in1
-    attention.core              split  self_attention.linear_proj:in0        self_attn.o_proj:in0
-    attention.output            sum    self_attention.linear_proj:out        self_attn.o_proj:out
-    attention.post_norm         whole  self_attn_bda.norm:out                post_self_attn_layernorm:out
-    attention.residual          whole  pre_mlp_layernorm:in0                 post_attention_layernorm:out1
-    post_attention_norm         whole  pre_mlp_layernorm:out                 post_attention_layernorm:out
-    mlp.gate_up                 pairs  mlp.linear_fc1:out                    mlp.gate_up_proj:out
-    mlp.swiglu                  split  mlp.linear_fc2:in0                    mlp.down_proj:in0
-    mlp.down                    sum    mlp.linear_fc2:out                    mlp.down_proj:out
-    mlp.router                  whole  mlp.router:out                        mlp.topk:out
-    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out     mlp.shared_experts.gate_up_proj:out
-    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0     mlp.shared_experts.down_proj:in0
-    mlp                         sum    mlp:out                               mlp:out
-    mlp.post_norm               whole  mlp_bda.norm:out                      post_mlp_layernorm:out
+    input                       whole  input_layernorm:in0                  input_layernorm:out1
+    input_norm                  whole  input_layernorm:out                  input_layernorm:out
+    attention.qkv               qkv    self_attention.linear_qkv:out        self_attn.qkv_proj:out qkv_proj:out
+    attention.q_norm            split  self_attention.q_layernorm:out       self_attn.q_norm:out q_norm:out
+    attention.k_norm            kv     self_attention.k_layernorm:out       self_attn.k_norm:out k_norm:out
+    attention.q_a               whole  self_attention.q_layernorm:in0       self_attn.q_a_layernorm:in0
+    attention.q_a_norm          whole  self_attention.q_layernorm:out       self_attn.q_a_layernorm:out
+    attention.q_b               split  self_attention.linear_q_up_proj:out  self_attn.q_b_proj:out
+    attention.q_b               split  self_attention.linear_q_proj:out     self_attn.q_proj:out
+    attention.kv_a              whole  self_attention.kv_layernorm:in0      self_attn.kv_a_layernorm:in0
+    attention.kv_a_norm         whole  self_attention.kv_layernorm:out      self_attn.kv_a_layernorm:out
+    attention.rope.q            split  self_attention.core_attention:in0    self_attn.attn:in0 self_attn.attn_mqa:in0 attn:in0
+    attention.rope.k            kv     self_attention.core_attention:in1    self_attn.attn:in1 self_attn.attn_mqa:in1 attn:in1
+    attention.core              split  self_attention.linear_proj:in0       self_attn.o_proj:in0 o_proj:in0
+    attention.output            sum    self_attention.linear_proj:out       self_attn.o_proj:out o_proj:out
+    attention.gate_norm         split  self_attention.out_proj:in0          linear_attn.out_proj:in0
+    attention.output            sum    self_attention.out_proj:out          linear_attn.out_proj:out
+    attention.post_norm         whole  self_attn_bda.norm:out               post_self_attn_layernorm:out
+    attention.residual          whole  pre_mlp_layernorm:in0                post_attention_layernorm:out1
+    post_attention_norm         whole  pre_mlp_layernorm:out                post_attention_layernorm:out
+    mlp.gate_up                 pairs  mlp.linear_fc1:out                   mlp.gate_up_proj:out
+    mlp.swiglu                  split  mlp.linear_fc2:in0                   mlp.down_proj:in0
+    mlp.down                    sum    mlp.linear_fc2:out                   mlp.down_proj:out
+    mlp.router                  whole  mlp.router:out                       mlp.topk:out
+    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out    mlp.shared_experts.gate_up_proj:out mlp.shared_expert.gate_up_proj:out
+    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0    mlp.shared_experts.down_proj:in0 mlp.shared_expert.down_proj:in0
+    mlp                         sum    mlp:out                              mlp:out
+    mlp.post_norm               whole  mlp_bda.norm:out                     post_mlp_layernorm:out
 """
 _ENDS = """
     embedding                   whole  embedding:out                         model.embed_tokens:out

@@ -8,6 +8,7 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
+from parallel.attention import GatedDeltaNet
 from parallel.hf_config import MOST_POSITIONS, HFConfig
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
@@ -94,9 +95,8 @@ def megatron_supports_the_layout(facts: Facts) -> None:
     layout, model = facts.layout, facts.model
     if model.vocab % layout.tp:  # padded rows would take part in the softmax
         raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({model.vocab})", "use a divisor of it")
-    if layout.cp > 1 and model.heads % (layout.tp * layout.cp):  # a rank computes attention for some heads and all tokens
-        rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({model.heads})"
-        raise UserError("train.layout.cp", layout.cp, rule, "use a smaller size")
+    for kind in dict.fromkeys(model.attention):
+        kind.check_context_ranks(layout.tp, layout.cp)
     if model.experts is not None and layout.tp > 1 and not facts.config.train.layout.sequence_parallel:
         rule = f"is not supported for experts with tp = {layout.tp}, because Megatron requires sequence parallelism"
         raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
@@ -121,7 +121,8 @@ def engine_can_shard_the_model(facts: Facts) -> None:
 def _suggest_export(error: GeometryError, facts: Facts) -> GeometryError:
     """Return the error. If padded matrices would solve it, add the `export` command that pads them."""
     block = facts.contract.engine_format.block
-    if block is None or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
+    widens = all(kind.can_widen for kind in facts.model.attention)
+    if block is None or not widens or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
         return error
     trainer, engine = facts.layout, facts.engine
     sizes = {"--tensor-parallel": math.lcm(trainer.tp, engine.tp)}
@@ -158,19 +159,28 @@ def gpu_experts_do_not_use_the_tree(facts: Facts) -> None:
 
 
 @rule(Needs.MODEL)
-def engine_can_quantize_latent_attention(facts: Facts) -> None:
-    format = facts.contract.engine_format
-    if facts.model.latent is not None and not format.serves_latent_attention:
-        name = format.name.upper()
-        rule = f"is not supported for latent attention (MLA), because SGLang absorbs an {name} kv_b_proj with values and scales in BF16"
-        raise UserError("precision.mode", facts.contract.mode, rule, "use fp8_rollout")
+def engine_can_quantize_the_attention(facts: Facts) -> None:
+    for kind in dict.fromkeys(facts.model.attention):
+        if reason := kind.refuse_engine_format(facts.contract.engine_format):
+            raise UserError("precision.mode", facts.contract.mode, f"is not supported for {reason}", "use fp8_rollout")
 
 
 @rule(Needs.MODEL)
 def attention_supports_kv_scales_by_layer(facts: Facts) -> None:
-    if facts.model.latent is not None and facts.contract.scales_kv_by_layer:
-        rule = "is not supported for latent attention (MLA): its cache has no keys and values, and SGLang's E4M3 kernels round queries"
-        raise UserError("precision.kv", facts.contract.kv, rule, "use high, or e4m3 on a CPU")
+    for kind in dict.fromkeys(facts.model.attention):
+        if facts.contract.scales_kv_by_layer and (reason := kind.refuse_kv_scales_by_layer()):
+            raise UserError("precision.kv", facts.contract.kv, f"is not supported for {reason}", "use high, or e4m3 on a CPU")
+
+
+@rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
+def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
+    """An engine that computes gated delta nets by the trainer's kernels copies the lengths of prompts to the GPU."""
+    options, contract = facts.config.rollout.sglang, facts.contract
+    captured = [name for name in ("cuda_graph_config", "cuda_graph_backend_prefill") if options.get(name, "disabled") != "disabled"]
+    shared = facts.node_gpus and contract.trainer_format.quantized == contract.engine_format.quantized
+    if shared and captured and any(isinstance(kind, GatedDeltaNet) for kind in facts.model.attention):
+        rule = "captures prompts as CUDA graphs, which is not supported for gated delta nets with the trainer's kernels"
+        raise UserError(f"rollout.sglang.{captured[0]}", options[captured[0]], rule, "leave it out, or use precision.mode = 'fp8_rollout'")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

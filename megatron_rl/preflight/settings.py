@@ -12,6 +12,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.formats import SERVED_METHODS
 from parallel.model_geometry import ModelGeometry, as_critic
+from parallel.mtp_layers import can_train_mtp
 
 _CORRECT_OFF_POLICY = 'set algorithm.correction = "tis", or algorithm.old_policy = "engine"'
 
@@ -264,6 +265,9 @@ def mtp_layers_can_be_trained(facts: Facts) -> None:
     if factor and not facts.model.mtp_layers:
         rule = f"trains multi-token prediction layers, but this {facts.model.family} model has none (num_nextn_predict_layers)"
         raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out")
+    if factor and not can_train_mtp(facts.model):
+        rule = f"trains multi-token prediction layers, which is not supported for {facts.model.family}"
+        raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out to keep the layers unchanged")
     if factor and facts.model.tied:
         rule = "trains multi-token prediction layers, which is not supported if the output layer is tied to the embedding"
         raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out to keep the layers unchanged")
@@ -294,6 +298,7 @@ def lora_fits_the_model(facts: Facts) -> None:
     if facts.model.experts is not None and on_gpu and {"linear_fc1", "linear_fc2"} & set(lora.targets):
         rule = "adapts layers of experts, which an engine on a GPU computes in a single kernel without support for adapters"
         raise UserError("lora.targets", list(lora.targets), rule, "only adapt attention: linear_qkv, linear_proj")
-    if facts.model.latent is not None and "linear_qkv" in lora.targets:
-        rule, rest = "adapts linear_qkv, which latent attention does not have", [each for each in lora.targets if each != "linear_qkv"]
+    adapted = {name for kind in facts.model.attention for name in kind.adapted} | {"linear_fc1", "linear_fc2"}
+    if absent := [each for each in lora.targets if each not in adapted]:
+        rule, rest = f"adapts {absent[0]}, which the model's attention does not have", [each for each in lora.targets if each not in absent]
         raise UserError("lora.targets", list(lora.targets), rule, f"set it to {rest}" if rest else "leave [lora] out, or use another model")

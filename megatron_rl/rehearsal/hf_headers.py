@@ -52,7 +52,7 @@ def derive_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
     for tensor in (*model.tensors().values(), *list_mtp_tensors(model).values()):
         format = quantized if quantized is not None and tensor.role in read.QUANTIZED_ROLES else None
         dtype = (format or BF16).safetensors_dtype
-        headers[tensor.name] = [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtype
+        headers[tensor.name] = list(tensor.shape), dtype
         if format:
             headers[format.scale_name(tensor.name)] = list(format.scale_grid(tensor.rows, tensor.cols)), format.scale.safetensors_dtype
     return headers

@@ -4,6 +4,8 @@
     read(config: HFConfig) -> ModelGeometry             reads config.json; refuses settings that the trainer does not support
     list_layer(model, layer: int) -> list[Weight]       a layer's weights, in the order of the checkpoint (`parallel.layer_weights`)
     list_mtp_layer(model, number: int)                  weights of the `number`-th layer for multi-token prediction, if there are any
+    list_mtp_copies(model, number: int)                 copies of other tensors that a checkpoint may hold with it (`parallel.mtp_layers`);
+                                                        a family without them does not train these layers
 
 To add a family, add its module here and a row to `tests/support/families.py`.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 from parallel.shards import GeometryError
 
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Other values of `model_type` for a family, whose config.json and checkpoints are the same."""
 FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 

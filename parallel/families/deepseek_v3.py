@@ -1,12 +1,13 @@
 """DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions extended by YaRN, a few dense layers, then experts."""
 
 from parallel import mtp_layers
+from parallel.attention import LatentAttention
 from parallel.hf_config import CORRECT, MOST_EXPERTS, MOST_LAYERS, HFConfig, refuse
 from parallel.layer_weights import pre_norm_layer
-from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
-list_layer, list_mtp_layer = pre_norm_layer, mtp_layers.list_mtp_layer
+list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mtp_layer, mtp_layers.list_copies
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
@@ -17,23 +18,23 @@ def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(first_k_dense_replace=3, n_shared_experts=1, num_nextn_predict_layers=1)
     config.with_defaults(topk_method="noaux_tc", scoring_func="sigmoid")  # SGLang has no defaults
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, rope_interleave=True, moe_layer_freq=1)
-    latent = MLAGeometry(
+    rope = config.rope("yarn")
+    latent = LatentAttention(
+        heads=heads,
         q_rank=0 if config.get("q_lora_rank", "missing") is None else config.size("q_lora_rank"),
         kv_rank=config.size("kv_lora_rank"),
         nope_dim=config.size("qk_nope_head_dim"),
         rope_dim=config.size("qk_rope_head_dim"),
         v_dim=config.size("v_head_dim"),
+        rope=rope,
     )
     config.require(head_dim=latent.rope_dim)  # transformers takes it for the width that rotates
-    rope = config.rope("yarn")
     if rope.yarn is not None and rope.yarn.mscale is None:
         raise GeometryError("config.json rope mscale", None, "is missing, and libraries disagree on its default", CORRECT)
     return ModelGeometry(
         **config.widths(),
-        head_dim=latent.nope_dim + latent.rope_dim,
-        rope=rope,
+        attention=config.in_every_layer(latent),
         experts=read_experts(config),
-        latent=latent,
         mtp_layers=config.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),
     )
 
@@ -58,7 +59,7 @@ def read_experts(config: HFConfig) -> MoEGeometry:
         count=count,
         ffn=ffn,
         shared_ffn=ffn * config.size("n_shared_experts"),  # SGLang needs one
-        dense_layers=frozenset(range(min(first_dense, config.size("num_hidden_layers", most=MOST_LAYERS)))),
+        dense_layers=frozenset(range(min(first_dense, config.layers()))),
         correction_bias=True,
         top_k=top_k,
         sigmoid=True,

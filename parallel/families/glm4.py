@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from parallel.attention.softmax import read_softmax
 from parallel.hf_config import HFConfig
-from parallel.layer_weights import list_attention
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Weight, make_vector, make_weight, take_rows
 
@@ -13,13 +13,9 @@ ARCHITECTURE = "Glm4ForCausalLM"
 def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(head_dim=128, attention_bias=True, rms_norm_eps=1.5625e-7)  # as in transformers
     config.require(hidden_act="silu")
-    return ModelGeometry(
-        **config.widths(),
-        head_dim=config.size("head_dim"),
-        qkv_bias=config.flag("attention_bias"),
-        rope=replace(config.rope("yarn", share=0.5), interleaved=True),
-        post_norms=True,
-    )
+    rope = replace(config.rope("yarn", share=0.5), interleaved=True)
+    attention = read_softmax(config, config.size("head_dim"), rope, qkv_bias=config.flag("attention_bias"))
+    return ModelGeometry(**config.widths(), attention=attention, post_norms=True)
 
 
 def list_layer(model: ModelGeometry, layer: int) -> list[Weight]:
@@ -33,7 +29,7 @@ def list_layer(model: ModelGeometry, layer: int) -> list[Weight]:
 
     return [
         norm("input", "input_layernorm"),
-        *list_attention(model, hf + "self_attn.", megatron + "self_attention."),
+        *model.attention_of(layer).list_weights(model.hidden, hf + "self_attn.", megatron + "self_attention.", model.kv_scales),
         norm("post_self_attn", "self_attn_bda.norm"),
         norm("post_attention", "pre_mlp_layernorm"),
         Weight(halves, megatron + "mlp.linear_fc1.weight", gate_up.name, "rows"),

@@ -12,9 +12,11 @@ import torch
 
 from megatron_rl.hf.files import read_config
 from parallel.adapters import ENGINE_FILE, AdapterGeometry, is_adapter
+from parallel.attention.latent import LATENT_NORM_EPS
 from parallel.digest import view_rect
-from parallel.model_geometry import LATENT_NORM_EPS, ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
+from parallel.wrappers import DECODER, VISION
 from rollout_sglang.hooks.adapters import read_settings
 from rollout_sglang.rank_handler import live_tensors
 
@@ -55,6 +57,12 @@ def set_latent_epsilon(original: Callable[..., None], self: Any, *args: Any, **n
             norm.variance_epsilon = LATENT_NORM_EPS
 
 
+def widen_decay(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap the constructors of gated delta nets: `dt_bias` is float32, as in the trainer, in a BF16 model too. A_log already is."""
+    original(self, *args, **named)
+    self.dt_bias.data = self.dt_bias.data.float()
+
+
 def keep_int8_layout(self: Any, layer: Any) -> None:
     """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()
@@ -86,6 +94,13 @@ def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterabl
         elif target not in parameters:
             raise KeyError(target)
     return result
+
+
+def load_decoder(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
+    """Wrap `load_weights` of Qwen3.5's decoders: in a checkpoint for text and images, load the decoder alone. SGLang would leave its
+    parameters as they are and log a line for each."""
+    renamed = ((name.replace(DECODER, "model.", 1), value) for name, value in weights if not name.startswith(VISION))
+    return original(model, renamed)
 
 
 def load_adapters(original: Callable[..., torch.nn.Module], self: Any, *, model_config: Any, **named: Any) -> torch.nn.Module:

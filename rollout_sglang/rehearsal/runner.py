@@ -37,6 +37,7 @@ def _replace_what_needs_peers() -> None:
     that frees a colocated engine's memory. NCCL's all-reduce replaces SGLang's all-reduce for small tensors."""
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.model_loader import loader
+    from sglang.srt.models import qwen3_next
     from sglang.srt.utils import torch_memory_saver_adapter
 
     from megatron_rl.rehearsal import collectives
@@ -55,6 +56,7 @@ def _replace_what_needs_peers() -> None:
     distributed.monitored_barrier = lambda *_, **__: None
     pynccl.PyNcclCommunicator = lambda *_, **__: SimpleNamespace(disabled=True, available=False, change_state=lambda **_: nullcontext())
     loader.initialize_dummy_weights = lambda _: None
+    qwen3_next.Qwen3GatedDeltaNet._make_packed_weight_loader = staticmethod(lambda _: None)  # reads what a tensor without data lacks
     saver: Any = torch_memory_saver_adapter
     saver._memory_saver = SimpleNamespace(region=lambda **_: nullcontext(), cuda_graph=rehearsed_graphs.capture, enabled=True)
     _device._device_constructors()  # torch caches the list of these functions at its first use

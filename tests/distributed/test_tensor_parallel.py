@@ -54,25 +54,26 @@ def with_and_without(*case):
 DIM, TOKENS = 8, 5
 
 
-def exchanged_and_gathered(groups, queries):
+def exchanged_and_gathered(groups, queries, gated):
     """Return this rank's result and gradient, by exchange and by gather, for `groups` key-value heads with `queries` query heads each,
-    and the number of elements sent."""
+    and as many gates if `gated`, and the number of elements sent."""
     start()
     size = dist.get_world_size()
     rank, ranks, group = dist.get_rank(), size // groups, dist.group.WORLD
+    shared = [queries] * (1 + gated)
     generator = torch.Generator().manual_seed(rank)
-    mixed = torch.randn(TOKENS, 1, (queries + 2) * DIM // ranks, generator=generator).bfloat16()
-    gradient = torch.randn(TOKENS, 1, (queries // ranks + 2) * DIM, generator=generator).bfloat16()
+    mixed = torch.randn(TOKENS, 1, (sum(shared) + 2) * DIM // ranks, generator=generator).bfloat16()
+    gradient = torch.randn(TOKENS, 1, (sum(shared) // ranks + 2) * DIM, generator=generator).bfloat16()
 
     def gather(x):
         """Gather as `megatron.core.transformer.attention.SelfAttention.get_query_key_value_tensors` does."""
         whole = all_gather_last_dim_from_tensor_parallel_region(x).chunk(groups, -1)[rank // ranks]
-        query, key_value = whole.split([queries * DIM, 2 * DIM], -1)
-        return torch.cat([query.chunk(ranks, -1)[rank % ranks], key_value], -1)
+        *heads, key_value = whole.split([*(count * DIM for count in shared), 2 * DIM], -1)
+        return torch.cat([*(part.chunk(ranks, -1)[rank % ranks] for part in heads), key_value], -1)
 
     results = []
     with mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single) as sent:
-        for compute in (lambda x: exchange_heads(x, queries, DIM, ranks, group), gather):
+        for compute in (lambda x: exchange_heads(x, shared, DIM, ranks, group), gather):
             x = mixed.clone().requires_grad_()
             y = compute(x)
             y.backward(gradient)
@@ -107,9 +108,10 @@ def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, kind, backend, tp,
                 assert share == ((1 + 4 / 128) / 2 if whole_groups else (2 + 1 + 4 / 128) / 4)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tp, groups, queries", [(2, 1, 4), (4, 2, 16), (4, 1, 4), (4, 1, 8)])
-def test_heads_and_gradients_are_those_of_megatrons_gather(worlds, tp, groups, queries):
-    results = worlds(tp).call(exchanged_and_gathered, groups, queries)
+def test_heads_and_gradients_are_those_of_megatrons_gather(worlds, tp, groups, queries, gated):
+    results = worlds(tp).call(exchanged_and_gathered, groups, queries, gated)
     for exchanged, gathered in results:
         assert torch.equal(exchanged["y"], gathered["y"])
         if tp == 2 * groups:  # of two addends
@@ -117,8 +119,8 @@ def test_heads_and_gradients_are_those_of_megatrons_gather(worlds, tp, groups, q
         else:  # Megatron rounds after every addition
             assert torch.allclose(exchanged["dx"], gathered["dx"], rtol=2**-6, atol=2**-5)
         assert (exchanged["dx"] != 0).float().mean() > 0.99
-    ranks = tp // groups
+    ranks, shared = tp // groups, queries * (1 + gated)
     own = [sum(exchanged["sent"]) for exchanged, _ in results]
-    # forward and backward: keys and values for the other ranks of the head, and queries that lie with another
-    assert sum(own) < 2 * groups * TOKENS * DIM * (2 * (ranks - 1) + queries)
-    assert sum(own) < 2 * tp * (tp - 1) * TOKENS * (queries + 2) * DIM // ranks
+    # forward and backward: keys and values for the other ranks of the head, and queries and gates that lie with another
+    assert sum(own) < 2 * groups * TOKENS * DIM * (2 * (ranks - 1) + shared)
+    assert sum(own) < 2 * tp * (tp - 1) * TOKENS * (shared + 2) * DIM // ranks

@@ -28,7 +28,7 @@ MODES = {
     "fp8_layer_kv": {"mode": "fp8_unified", "high": "fp32", "kv": "e4m3_per_layer"},
     "bf16_layer_kv": {"mode": "bf16", "high": "bf16", "kv": "e4m3_per_layer"},
 }
-SHORT = [("glm4_moe", "fp8_layer_kv")]  # other tests have engines of the other families
+SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8")]  # other tests have engines of the other families
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,17 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         ("glm4_moe", Layout(tp=2, dp=2, ep=2, etp=2), {"tp": 2}, "fp8_bf16"),
         ("qwen3_moe", Layout(tp=2), {"tp": 2, "ep": 2}, "fp8"),
         ("qwen3_moe", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
+        ("qwen3_next", Layout(tp=2), {"tp": 2}, "fp8"),
+        ("qwen3_next", Layout(tp=2), {}, "bf16_layer_kv"),
+        ("qwen3_next", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "bf16_kv"),
+        ("qwen3_5_text", Layout(pp=2), {"tp": 2}, "bf16"),
+        ("qwen3_5_text", Layout(pp=2), {}, "fp8_kv"),
+        ("qwen3_5_text", Layout(tp=2, pp=2), {"tp": 2}, "fp8_bf16"),
+        ("qwen3_5_moe_text", Layout(cp=2), {}, "fp8_kv"),
+        ("qwen3_5_moe_text", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
     ],
 )
-def test_experts_and_latent_attention_have_the_same_bits_in_any_layout(family, layout, engine, mode, tmp_path):
+def test_experts_latent_and_linear_attention_have_the_same_bits_in_any_layout(family, layout, engine, mode, tmp_path):
     prompts = [[7 * token % 250 for token in range(length)] for length in (1, 3, 31, 33, 64, 70, 130)]
     with World(layout.world_size, tmp_path / "world") as world:
         world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], layout, engine, True)

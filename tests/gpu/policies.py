@@ -52,7 +52,7 @@ def count_layers_that_fit(architecture, memory_gib, bytes_per_value, tokens):
     CUDA contexts, KV caches and temporary buffers of an optimizer step.
     """
     model = ModelGeometry.from_hf_config(architecture)
-    widths = model.head_dim * (2 * model.heads + 2 * model.kv_heads) + 3 * model.ffn
+    widths = model.attention[0].moved_heads + 3 * model.ffn
     bytes_per_layer = model.hidden * widths * bytes_per_value + 3 * (4 * model.hidden + widths) * tokens
     embeddings = (1 if model.tied else 2) * model.vocab * model.hidden * bytes_per_value
     return max(1, min(int((memory_gib * 2**30 * 3 / 4 - embeddings) / bytes_per_layer), model.layers))

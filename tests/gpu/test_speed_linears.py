@@ -16,7 +16,8 @@ from parallel.model_geometry import ModelGeometry
 def list_shapes(size):
     """Return (N, K) of the linear layers of a published model, without tensor parallelism."""
     model = ModelGeometry.from_hf_config(ARCHITECTURES[size])
-    qkv, heads = model.head_dim * (model.heads + 2 * model.kv_heads), model.head_dim * model.heads
+    kind = model.attention[0]
+    qkv, heads = kind.head_dim * (kind.heads + 2 * kind.kv_heads), kind.head_dim * kind.heads
     shapes = {
         "qkv": (qkv, model.hidden),
         "o": (model.hidden, heads),

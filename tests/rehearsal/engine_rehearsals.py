@@ -5,16 +5,21 @@ python -m engine_rehearsals FOLDER CASE...
 
 import json
 import multiprocessing
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, CLASSES
 from support.rehearsals import APART, BF16, CONFIG, EXPERTS, TINY, TREE
 
 LATENT = ARCHITECTURES["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
 ROUTER = LATENT | {"hidden_size": 7168, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
 """DeepSeek-V3 with its router."""
+DELTA, DELTA_EXPERTS = (
+    ARCHITECTURES[family] | {"architectures": [CLASSES[family]], "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    for family in ("qwen3_5_text", "qwen3_next")
+)
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
 EP, INT8 = ["--rollout.ep=2"], ["--precision.mode=int8_rollout"]
 
@@ -101,6 +106,8 @@ CASES = {
     "latent, two nodes": ([*TWO, *APART, "--rollout.nodes_per_engine=2"], LATENT),
     "router": (TWO, ROUTER),
     "int8 experts": ([*TWO, *EP, *INT8], EXPERTS | {"num_hidden_layers": 2}),
+    "delta": (TWO, DELTA),
+    "delta experts": ([*TWO, *EP], DELTA_EXPERTS),
 }
 PLANTED = (wrong_dtype, misaligned_weight, unknown_kernel, wrong_precision, item_per_layer, item_while_captured)
 """Cases of a tiny dense model, by the name of the fault."""
@@ -126,6 +133,7 @@ def _run(folder, name):
 def main(folder, names):
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
+    os.environ["MEGATRON_RL_DELTA"] = "1"  # as every mode sets it that quantizes both sides or none
     rehearsed_rank.install_gpu()
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr

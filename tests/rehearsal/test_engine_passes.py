@@ -10,7 +10,8 @@ pytestmark = pytest.mark.long
 
 KINDS = {"bf16": "bf16", "int8": "int8", "int8 experts": "int8"}
 """Dtype of most matrix products by case. FP8 in all other cases."""
-PLAIN = ("dense", "experts", "bf16", "int8", "tree", "disaggregated", "latent", "latent, two nodes", "router", "int8 experts")
+_DELTA = ("delta", "delta experts")
+PLAIN = ("dense", "experts", "bf16", "int8", "tree", "disaggregated", "latent", "latent, two nodes", "router", "int8 experts", *_DELTA)
 PLANTED = {
     "wrong_dtype": "qknorm: q [16, 4, 128] is float32",
     "misaligned_weight": "does not begin at a multiple of 16 bytes",

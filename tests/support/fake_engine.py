@@ -31,6 +31,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.types import SamplingParams
 from megatron_rl.workers.process import die_with_parent
+from parallel.attention import SoftmaxAttention
 from parallel.formats import FP8
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -45,7 +46,7 @@ from support.engine_faults import strike_at_call, strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
 
-MODEL = ModelGeometry("qwen3", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True, qk_norm=True)
+MODEL = ModelGeometry("qwen3", (SoftmaxAttention(8, 4, 128, qk_norm=True),) * 4, hidden=512, ffn=1536, vocab=4096, tied=True)
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 _TOKEN_SECONDS = 0.02
 _ANSWERS = list[tuple[list[int], int]]

@@ -127,6 +127,32 @@ ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "topk_group": 1,
 }
 
+_HYBRID = {
+    "head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 2,  # SGLang has no default
+    "mamba_ssm_dtype": "float32",
+}
+_SHARED = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+_add("qwen3_5_text", "Qwen3_5ForCausalLM", _HYBRID, _HYBRID | {"num_hidden_layers": 2})
+_add(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    _HYBRID | _SHARED | {"num_experts": 4},
+    _HYBRID | _SHARED | {"num_hidden_layers": 2, "num_experts": 8},
+)
+_add(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _HYBRID | _SHARED | {"num_experts": 4, "norm_topk_prob": True},
+    _HYBRID | _SHARED | {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": True},
+)
+
 
 def parse_layout(name):
     """Return the layout of a name such as "tp2 pp2"."""

@@ -73,7 +73,7 @@ def add_mtp_layer(folder, scales="", seed=7, layers=1):
         if scales and tensor.role in QUANTIZED_ROLES:
             tensors[name], tensors[FP8.scale_name(name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         else:
-            value = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator) / 50
+            value = torch.randn(tensor.shape, generator=generator) / 50
             tensors[name] = value if tensor.role in FP32_ROLES else value.bfloat16()
     save_file(read_weights(folder) | tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, {"num_nextn_predict_layers": layers})
@@ -113,4 +113,4 @@ def write_sparse_safetensors(path, tensors):
 def list_tensors(config, dtype="F32"):
     """Return every tensor of a config.json, all with one dtype."""
     tensors = ModelGeometry.from_hf_config(config).tensors().values()
-    return {tensor.name: (dtype, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in tensors}
+    return {tensor.name: (dtype, list(tensor.shape)) for tensor in tensors}

@@ -1,7 +1,9 @@
 """Geometries that several tests shard: a small one, the published models, and the plan of a random case of `slow_cut.cases`."""
 
+from dataclasses import fields
 from functools import cache
 
+from parallel.attention import SoftmaxAttention
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import add_scale_transfers, reshard
@@ -11,10 +13,12 @@ from support.golden.slow_cut import as_fp8
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 
 
-def small_model(**changes):
-    """Return a Qwen3 of two layers, with `changes` to its fields."""
-    widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
-    return ModelGeometry(**{"family": "qwen3", "layers": 2, **widths, "qk_norm": True, **changes})
+def small_model(layers=2, **changes):
+    """Return a Qwen3 of two layers, with `changes` to its fields or to those of its attention."""
+    own = {field.name for field in fields(SoftmaxAttention)} & changes.keys()
+    heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "qk_norm": True} | {name: changes.pop(name) for name in own}
+    widths = {"family": "qwen3", "hidden": HIDDEN, "ffn": FFN, "vocab": VOCAB}
+    return ModelGeometry(attention=(SoftmaxAttention(**heads),) * layers, **(widths | changes))
 
 
 SMALL_MOE = small_model(layers=1, family="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
@@ -62,6 +66,43 @@ PUBLISHED = {  # widths of the models' own config.json files; written here again
     "GLM-4.5": dense_config("glm4_moe", 92, 5120, 96, 8, 12288, 151552, **_GLM, first_k_dense_replace=3),
     "DeepSeek-V3": dense_config("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, **_DEEPSEEK),
 }
+
+
+def hybrid_config(family, layers, hidden, heads, kv_heads, value_heads, **more):
+    """Return a wrapper's config.json with the fields of Qwen3.5 that matter; `family` is that of the wrapper."""
+    rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    text = {
+        **{"model_type": f"{family}_text", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
+        **{"num_key_value_heads": kv_heads, "head_dim": 256, "attn_output_gate": True, "attention_bias": False, "hidden_act": "silu"},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"linear_conv_kernel_dim": 4, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "vocab_size": 248320},
+        **{"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), "mlp_only_layers": [], "dtype": "bfloat16"},
+        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
+        **{"rope_parameters": rope | {"mrope_interleaved": True}, "tie_word_embeddings": False},
+    }
+    name = "".join(part.capitalize() for part in family.split("_")).replace("Qwen35", "Qwen3_5")
+    own = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": family, "image_token_id": 248056}
+    return own | {"tie_word_embeddings": False, "vision_config": {"depth": 27}, "text_config": text | more}
+
+
+def _experts(count, top_k, ffn):
+    return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": ffn, "shared_expert_intermediate_size": ffn}
+
+
+_NEXT = {name: value for name, value in hybrid_config("qwen3_5", 48, 2048, 16, 2, 32)["text_config"].items() if "rope" not in name}
+_NEXT = {
+    name: value for name, value in _NEXT.items() if name not in ("mtp_num_hidden_layers", "layer_types", "mtp_use_dedicated_embeddings")
+}
+HYBRIDS = {
+    "Qwen3.5-9B": hybrid_config("qwen3_5", 32, 4096, 16, 4, 32, intermediate_size=12288),
+    "Qwen3.6-27B": hybrid_config("qwen3_5", 64, 5120, 24, 4, 48, intermediate_size=17408),
+    "Qwen3.5-35B-A3B": hybrid_config("qwen3_5_moe", 40, 2048, 16, 2, 32, **_experts(256, 8, 512)),
+    "Qwen3.5-122B-A10B": hybrid_config("qwen3_5_moe", 48, 3072, 32, 2, 64, **_experts(256, 8, 1024)),
+    "Qwen3-Next-80B-A3B": _NEXT
+    | {"model_type": "qwen3_next", "vocab_size": 151936, "intermediate_size": 5120, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    | {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "rope_scaling": None, **_experts(512, 10, 512)},
+}
+PUBLISHED |= HYBRIDS
 
 
 @cache

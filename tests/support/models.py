@@ -25,12 +25,13 @@ FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 
 def make_model(folder, config, seed=0):
-    """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms are near one, biases near zero."""
+    """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms scale by about one, biases are near zero."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for tensor in ModelGeometry.from_hf_config(config).tensors().values():
-        values = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator)
-        tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
+    tensors, model = {}, ModelGeometry.from_hf_config(config)
+    for tensor in model.tensors().values():
+        values = torch.randn(tensor.shape, generator=generator)
+        middle = 0 if model.zero_centered_norms and not tensor.name.endswith("linear_attn.norm.weight") else 1
+        tensors[tensor.name] = middle + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
     folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
     return folder
@@ -97,18 +98,24 @@ def random_sequences(count, seed, longest=24):
 def config_of(kind, contract, **changes):
     """Return config.json of a tiny model; `changes` overwrite fields."""
     config = {**ENGINE_ARCHITECTURES[kind], "torch_dtype": contract.high_format.dtype}
-    if quantization := contract.engine_format.quantization_config():
+    kept = ModelGeometry.from_hf_config(config).unquantized_modules
+    if quantization := contract.engine_format.quantization_config(kept):
         config["quantization_config"] = quantization
     return {**config, **changes}
 
 
 def masters(config, seed=0):
-    """Return random FP32 tensors by Hugging Face name. Vectors are around one, so that a forgotten norm is noticed."""
-    tensors = make_random_tensors(config, seed)
+    """Return random FP32 tensors by Hugging Face name. Norms scale by about one, so that a forgotten norm is noticed. Half of the recurrent
+    states remember hundreds of tokens."""
+    tensors, centered = make_random_tensors(config, seed), ModelGeometry.from_hf_config(config).zero_centered_norms
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
-        if tensor.dim() == 1:
-            middle = 0.0 if name.endswith("bias") else 1.0
+        if name.endswith("A_log"):
+            tensors[name] = 3 * torch.randn(tensor.shape, generator=generator) - 5
+        elif name.endswith("conv1d.weight"):
+            tensors[name] = 0.5 * torch.randn(tensor.shape, generator=generator)
+        elif tensor.dim() == 1:
+            middle = 0.0 if name.endswith("bias") or (centered and not name.endswith("linear_attn.norm.weight")) else 1.0
             tensors[name] = middle + 0.2 * torch.randn(tensor.shape, generator=generator)
     return tensors
 

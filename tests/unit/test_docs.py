@@ -14,6 +14,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from parallel.families import FAMILIES
 from parallel.formats import INT8, MODES
+from parallel.model_geometry import ModelGeometry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -92,8 +93,11 @@ def test_the_table_of_models_matches_the_code():
     assert set(families) == set(FAMILIES) == set(ENGINE_ARCHITECTURES)  # test_family_engines.py runs every family of the last
     assert all(row[1] == "CPU exact" for row in rows)
     refuses_int8 = {name for name, row in families.items() if row[2] == "FP8 only"}
-    assert refuses_int8 == ({"deepseek_v3"} if not INT8.serves_latent_attention else set())
-    configs = [json.loads(file.read_text()) for file in (ROOT / "configs" / "models").glob("*/config.json")]
+    models = {name: ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[name]) for name in families}
+    assert refuses_int8 == {name for name, model in models.items() if any(kind.refuse_engine_format(INT8) for kind in model.attention)}
+    shipped = re.findall(r'\("(\w+)", \[\d', (ROOT / "tests" / "rehearsal" / "test_shipped.py").read_text())
+    folders = [re.search(r'^path = "(.*)"', (ROOT / "configs" / f"{name}.toml").read_text(), re.MULTILINE)[1] for name in shipped]
+    configs = [json.loads((ROOT / folder / "config.json").read_text()) for folder in folders]
     rehearsed = {config["model_type"] for config in configs} | {"llama", "glm4_moe", "deepseek_v3"}  # tests/rehearsal/test_other_models.py
     assert {name for name, row in families.items() if row[3]} == rehearsed
     measured = {name for name, row in families.items() if row[4]}

@@ -69,7 +69,7 @@ def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout
     weight that gives queries, keys or values may be a partial block, as in latent attention (`kernels.linear.base.GpuBackend`)."""
     if format.block is None or backend == "emulated" or not (rule := _find_mixed_block(format, model, layout)):
         return
-    works = [str(tp) for tp in range(1, layout.tp) if model.kv_heads % tp == 0 and not _find_mixed_block(format, model, Layout(tp=tp))]
+    works = [str(tp) for tp in range(1, layout.tp) if model.shares_heads(tp) and not _find_mixed_block(format, model, Layout(tp=tp))]
     other = f"train.layout.tp = {' or '.join(works)}" if works else "train in BF16 (precision.mode = fp8_rollout or bf16)"
     raise UserError("precision.backend", backend, rule, f"use emulated, or {other}")
 

@@ -38,18 +38,26 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.zero_centered_norms
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Any) -> Any:
-        """Return the norm of x, as `Normed` if fused. Return the sum of `Summands`. Return the weight for None, after Megatron's hooks."""
+        """Return the norm of x, as `Normed` if fused. Return the sum of `Summands`. Return the scale for None, after Megatron's hooks."""
         with take_weights(self):
             if x is None:
-                return self.weight
+                return self.scale
             if isinstance(x, tuple):
                 return self.fusion.add(self, x)
             if self.fusion is not None and self.fusion.applies(self, x):
                 return self.fusion.take(self, x)
-            return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
+            if x.is_cuda and not self.zero_centered:
+                return super().forward(x)
+            return batch_invariant.rms_norm(x, self.scale, cast(float, self.eps))
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What multiplies the normalized values: the weight, or float32 1 + weight if the model's norms are zero-centered."""
+        return 1.0 + self.weight.float() if self.zero_centered else self.weight
 
 
 class NormedAdd(MegatronModule):
@@ -135,7 +143,7 @@ class NormFusion:
 
     def _run(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Normed]:
         backend: Any = self.layer.backend
-        total, activation, operand = QuantizingNorm.apply(x, residual, norm.weight, norm.eps, backend, self._trains)
+        total, activation, operand = QuantizingNorm.apply(x, residual, norm.scale, norm.eps, backend, self._trains)
         return total, Normed(activation, operand)
 
 

@@ -3,6 +3,7 @@
 Megatron's local norm refuses sequence parallelism, its local attention refuses packed input, and its specs hard-code linear layers.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.layers.attention.core_attention import AbsorbedCoreAttention, CoreAttention
+from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer, GatedDeltaNetParts
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
 from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, PlainColumnParallelLinear, ReplicatedLinear
@@ -36,7 +38,9 @@ from megatron_rl.mcore.layers.linear.quantized_matmul import GateUp
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.layers.moe.experts import MixtureOfExperts, OutputWeightedExperts
 from megatron_rl.mcore.layers.moe.router import Router
+from megatron_rl.mcore.layers.moe.shared_experts import SharedExperts
 from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
+from parallel import attention as kinds
 
 
 class SwiGLU(MegatronModule):
@@ -84,34 +88,39 @@ class _SpecProvider(LocalSpecProvider):
 
 def build_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the spec of the layers of this pipeline stage or virtual stage."""
-    dense = build_layer_spec(config, None)
-    sparse = build_layer_spec(config, config.num_moe_experts) if config.num_moe_experts else dense
     has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one entry per layer
     first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
-    layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
+    experts = [config.num_moe_experts if has_experts[layer] else None for layer in range(first, first + count)]
+    layers = [build_layer_spec(config, each, layer) for layer, each in enumerate(experts, first)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def build_layer_spec(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Return the spec of a layer with the given number of experts; None for a dense layer."""
+def build_layer_spec(config: Any, experts: int | None, layer: int = -1) -> ModuleSpec:
+    """Return the spec of a layer with the given number of experts, or None for a dense layer, and the attention of the model's `layer`."""
     backend, add = _SpecProvider(config), ModuleSpec(NormedAdd if config.post_norms else AddBeforeNorm, params={"config": config})
-    layer = TransformerLayerSubmodules(
+    parts = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
-        self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
+        self_attention=_ATTENTION[type(config.attention[layer])](config, backend),
         self_attn_bda=add,
         pre_mlp_layernorm=RMSNorm,
         mlp=_mlp(backend, experts),
         mlp_bda=add,
     )
-    return ModuleSpec(module=TransformerLayer, submodules=layer)
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
 
 
 def _mlp(backend: _SpecProvider, experts: int | None) -> Any:
     builder: Any = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=swiglu.is_fused())
     if experts is None:
         return partial(FusedMLP.as_mlp_submodule, **builder.keywords) if swiglu.is_fused() else builder
-    builder.keywords["submodules"].router = Router
+    parts = builder.keywords["submodules"]
+    parts.router, parts.shared_experts = Router, partial(SharedExperts, **parts.shared_experts.keywords)
     return partial(MixtureOfExperts, **builder.keywords)
+
+
+def _gated_delta_net(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
+    parts = GatedDeltaNetParts(backend.column_parallel_linear(), backend.row_parallel_linear())
+    return ModuleSpec(module=GatedDeltaNetLayer, submodules=parts)
 
 
 def _attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
@@ -141,3 +150,10 @@ def _latent_attention(config: TransformerConfig, backend: _SpecProvider) -> Modu
     )
     module = AbsorbedLatentAttention if absorbed else LatentAttention
     return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+_ATTENTION: dict[type[kinds.AttentionKind], Callable[[Any, _SpecProvider], ModuleSpec]] = {
+    kinds.SoftmaxAttention: _attention,
+    kinds.LatentAttention: _latent_attention,
+    kinds.GatedDeltaNet: _gated_delta_net,
+}

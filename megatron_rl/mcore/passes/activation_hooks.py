@@ -29,7 +29,8 @@ class ActivationRecorder:
         keys = 1 if latent else config.num_query_groups
         self._others: tuple[str, ...] = (".q_norm",) if latent else (".q_a", ".q_a_norm")
         group = parallel_state.get_tensor_model_parallel_group()
-        self.heads = RankHeads(group.rank(), group.size(), config.num_attention_heads, keys)
+        self._per_head = 1 + bool(config.attention_output_gate)  # with a gate, a head has twice the rows of queries
+        self.heads = RankHeads(group.rank(), group.size(), config.num_attention_heads * self._per_head, keys)
         self.rows, self._noise, self._group = RowRecorder(), noise, group
         self._is_copy = parallel_state.get_data_parallel_rank() > 0
         self._tokens = torch.empty(0, dtype=torch.long)  # of this rank's positions; -1 for padding
@@ -72,11 +73,13 @@ class ActivationRecorder:
             self.rows.add(op, tokens[kept], x.detach()[kept.to(x.device)], columns)
 
     def _number_mixed(self, width: int) -> torch.Tensor:
-        """Return the numbers of this rank's columns of qkv. Megatron holds [q heads | k | v] of each key-value head."""
+        """Return the numbers of this rank's columns of qkv. Megatron holds [q heads | gates | k | v] of each key-value head, and
+        the engine each gate after its q head."""
         _, size, queries, keys = self.heads
         order = torch.arange(width * size).unflatten(0, (queries + 2 * keys, -1))
         q, k, v = order.split([queries, keys, keys])
-        mixed = torch.cat([q.unflatten(0, (keys, -1)), k.unsqueeze(1), v.unsqueeze(1)], 1)
+        q = q.unflatten(0, (keys, -1, self._per_head)).transpose(1, 2).flatten(1, 2)
+        mixed = torch.cat([q, k.unsqueeze(1), v.unsqueeze(1)], 1)
         return mixed.flatten().chunk(size)[self.heads.rank]
 
     def _disturb(self, op: str, x: torch.Tensor) -> torch.Tensor:

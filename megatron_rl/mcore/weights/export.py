@@ -49,9 +49,10 @@ from megatron_rl.precision.quantizers import store
 from parallel.adapters import ENGINE_FILE, is_adapter
 from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
-from parallel.mtp_layers import list_copies
+from parallel.mtp_layers import list_mtp_copies
 from parallel.shards import HFTensor, Region, take_all
 from parallel.transport.process_group import register_shared_gloo
+from parallel.wrappers import rewrap
 
 
 class _Source(NamedTuple):
@@ -164,7 +165,8 @@ def convert(
 
         def complete() -> None:
             write_index(temporary, by_file)
-            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description, "--checkpoint")
+            description = rewrap(describe_weights(wide_config, contract), wide_config)
+            write_all_but_weights(temporary, description, source.description, "--checkpoint")
             stack.close()  # publishes the folder
 
         write_on_rank0(complete)
@@ -174,7 +176,7 @@ def _list_copies(model: ModelGeometry) -> dict[str, str]:
     """Return {name: name of the original} of the copies of embedding and output layer that checkpoints with trained MTP layers hold."""
     originals = {tensor.role: name for name, tensor in model.tensors().items()}
     numbers = range(model.mtp_layers if model.trains_mtp else 0)
-    return {name: originals[copy.role] for number in numbers for name, copy in list_copies(model, number).items()}
+    return {name: originals[copy.role] for number in numbers for name, copy in list_mtp_copies(model, number).items()}
 
 
 def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _Source:
@@ -223,7 +225,7 @@ def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool)
     """Return the tensors to store for one tensor: its value, or bytes and scales if it is quantized."""
     if value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or scaled by an earlier export
         return {tensor.name: value}
-    return store(tensor.name, value, source.contract.format_of(tensor.role))
+    return store(tensor.name, value.view(tensor.shape), source.contract.format_of(tensor.role))
 
 
 def holds_adapters(folder: Path) -> bool:

@@ -9,11 +9,22 @@ from dataclasses import dataclass, replace
 from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorPrecision
 from parallel.adapters import NAMES
 
-_PARAMETERS = ("weight", "bias", *NAMES)
+DECAY = ("A_log", "dt_bias")
+"""Parameters of the decay of a gated delta net's state, float32 on both sides."""
+_PARAMETERS = ("weight", "bias", *NAMES, *DECAY)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
-_RESIDUAL = "mlp.residual"
+_RESIDUAL, _SHARED = "mlp.residual", "mlp.shared_experts."
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
-_AT = {"megatron": "self_attention.", "sglang": "self_attn."}  # what "@" stands for in a path; in an operator's name, "attention."
+_OPERATORS = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
+_MODULES = {
+    "megatron": {"@": ("self_attention.",), "%": ("mlp.shared_experts.",)},
+    "sglang": {"@": ("self_attn.", "linear_attn.", ""), "%": ("mlp.shared_experts.", "mlp.shared_expert.")},
+}
+"""What the signs stand for in paths of modules. In hybrid families, the layer itself owns the parts of SGLang's full attention."""
+
+
+def _expand(name: str, signs: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [place + name[1:] for place in signs[name[0]]] if name[0] in signs else [name]
 
 
 def _parse(text: str) -> Table:
@@ -21,9 +32,11 @@ def _parse(text: str) -> Table:
     `sglang` name the modules that may be the operator, of which a layer has at most one."""
     table: Table = {}
     for name, kind, *rest in (line.split() for line in text.strip().splitlines()):
-        columns = dict(part.split("=") for part in rest)
-        names = {key: value.replace("@", _AT.get(key, "attention.")).split(",") for key, value in columns.items()}
-        table[name.replace("@", "attention.")] = kind, names
+        columns = {key: values.split(",") for key, values in (part.split("=") for part in rest)}
+        names = {
+            key: [each for value in values for each in _expand(value, _MODULES.get(key, _OPERATORS))] for key, values in columns.items()
+        }
+        table[_expand(name, _OPERATORS)[0]] = kind, names
     return table
 
 
@@ -32,6 +45,11 @@ LAYER = _parse("""
     @qkv                       linear       x=input_norm megatron=@linear_qkv sglang=@qkv_proj
     @q_norm                    norm         x=@qkv megatron=@q_layernorm sglang=@q_norm
     @k_norm                    norm         x=@qkv megatron=@k_layernorm sglang=@k_norm
+    @qkvz                      linear       x=input_norm megatron=@in_proj_qkvz sglang=@in_proj_qkvz
+    @ba                        linear       x=input_norm megatron=@in_proj_ba sglang=@in_proj_ba
+    @conv                      causal_conv  x=@qkvz
+    @delta                     gated_delta  x=@conv gates=@ba state=@delta
+    @gate_norm                 norm         x=@delta z=@qkvz megatron=@norm sglang=@norm
     @q_a                       linear       x=input_norm megatron=@linear_q_down_proj sglang=@fused_qkv_a_proj_with_mqa
     @q_a_norm                  norm         x=@q_a sglang=@q_a_layernorm
     @q_b                       linear       x=@q_a_norm,input_norm megatron=@linear_q_up_proj,@linear_q_proj sglang=@q_b_proj,@q_proj
@@ -42,7 +60,8 @@ LAYER = _parse("""
     @kv_b                      linear       x=@kv_a_norm megatron=@linear_kv_up_proj sglang=@kv_b_proj
     @core                      attention    q=@kv_b.k,@rope k=@kv_b,@kv_a_norm,@rope q_rope=@rope k_rope=@rope v=@kv_b,@kv_a_norm,@qkv
     @kv_b.v                    linear       x=@core
-    @output                    linear       x=@kv_b.v,@core megatron=@linear_proj sglang=@o_proj
+    @gate                      gate         x=@core gate=@qkv
+    @output                    linear       x=@gate_norm,@gate,@kv_b.v,@core megatron=@linear_proj,@out_proj sglang=@o_proj,@out_proj
     @post_norm                 norm         x=@output megatron=self_attn_bda.norm sglang=post_self_attn_layernorm
     @residual                  add          residual=input x=@post_norm,@output
     post_attention_norm        norm         x=@residual megatron=pre_mlp_layernorm sglang=post_attention_layernorm
@@ -55,10 +74,12 @@ LAYER = _parse("""
     mlp.experts.swiglu         swiglu       x=mlp.experts.gate_up
     mlp.experts.down           linear       x=mlp.experts.swiglu
     mlp.experts.sum            weighted_sum x=mlp.experts.down logits=mlp.router
-    mlp.shared_experts.gate_up linear x=post_attention_norm megatron=mlp.shared_experts.linear_fc1 sglang=mlp.shared_experts.gate_up_proj
-    mlp.shared_experts.swiglu  swiglu x=mlp.shared_experts.gate_up
-    mlp.shared_experts.down    linear x=mlp.shared_experts.swiglu megatron=mlp.shared_experts.linear_fc2 sglang=mlp.shared_experts.down_proj
-    mlp.residual               add    residual=@residual x=mlp.post_norm,mlp.down,mlp.experts.sum shared=mlp.shared_experts.down
+    %gate_up                   linear       x=post_attention_norm megatron=%linear_fc1 sglang=%gate_up_proj
+    %swiglu                    swiglu       x=%gate_up
+    %down                      linear       x=%swiglu megatron=%linear_fc2 sglang=%down_proj
+    %score                     linear       x=post_attention_norm
+    %gate                      gate         x=%down gate=%score
+    mlp.residual               add          residual=@residual x=mlp.post_norm,mlp.down,mlp.experts.sum shared=%gate,%down
 """)
 _ENDS = _parse("""
     embedding                  embedding
@@ -104,25 +125,40 @@ class LayerPrecision:
 
     operators: Mapping[str, Operator]
     residual: TensorPrecision  # the residual stream
-    kv: TensorPrecision  # keys and values as the attention reads them; in a rollout, from the cache
+    kv: TensorPrecision | None  # keys and values as the attention reads them; in a rollout, from the cache. None for a recurrent state
     attention: str = ""  # implementation of the attention
     logits: TensorPrecision | None = None  # logits of the router
+    gated: bool = False  # whether a gate multiplies the attention's output
 
     def complete(self, hidden: TensorPrecision) -> dict[str, Operator]:
         """Return all operators, including those without weights."""
-        operators, core = dict(self.operators), Operator({"q": hidden}, self.attention)
-        up, absorbed = "attention.kv_b" in operators, "attention.kv_b.k" in operators  # absorbed: attends latents, without keys and values
-        read, q_rope, k_rope = hidden if up else self.kv, hidden if absorbed else None, self.kv if up or absorbed else None
-        operators["attention.core"] = core.with_inputs(q_rope=q_rope, k=read, v=read, k_rope=k_rope)
-        operators["attention.rope"] = Operator({"q": hidden, "k": hidden})
+        operators = {**self.operators, **self._complete_attention(hidden)}
         operators["attention.residual"] = add = Operator({"residual": self.residual, "x": hidden})
-        operators[_RESIDUAL] = add.with_inputs(shared=hidden if "mlp.shared_experts.down" in operators else None)
-        for mlp in ("mlp", "mlp.experts", "mlp.shared_experts"):
-            if (gate_up := operators.get(f"{mlp}.gate_up")) is not None:
-                operators[f"{mlp}.swiglu"] = Operator({"x": hidden}, count=gate_up.count)
+        operators[_RESIDUAL] = add.with_inputs(shared=hidden if _SHARED + "down" in operators else None)
+        for mlp in ("mlp.", "mlp.experts.", _SHARED):
+            if (gate_up := operators.get(f"{mlp}gate_up")) is not None:
+                operators[f"{mlp}swiglu"] = Operator({"x": hidden}, count=gate_up.count)
+        if _SHARED + "score" in operators:
+            operators[_SHARED + "gate"] = Operator({"x": hidden, "gate": hidden})
         if self.logits is not None:
             operators["mlp.experts.sum"] = Operator({"x": hidden, "logits": self.logits})
         return operators
+
+    def _complete_attention(self, hidden: TensorPrecision) -> dict[str, Operator]:
+        if (norm := self.operators.get("attention.gate_norm")) is not None:
+            return {"attention.gate_norm": norm.with_inputs(z=hidden)}
+        core, up, absorbed = (
+            Operator({"q": hidden}, self.attention),
+            "attention.kv_b" in self.operators,
+            "attention.kv_b.k" in self.operators,
+        )
+        read = hidden if up else self.kv  # if absorbed, the attention reads latents, without keys and values
+        q_rope, k_rope = hidden if absorbed else None, self.kv if up or absorbed else None
+        operators = {
+            "attention.core": core.with_inputs(q_rope=q_rope, k=read, v=read, k_rope=k_rope),
+            "attention.rope": Operator({"q": hidden, "k": hidden}),
+        }
+        return operators | ({"attention.gate": Operator({"x": hidden, "gate": hidden})} if self.gated else {})
 
 
 def decoder_graph(hidden: TensorPrecision, layers: Mapping[int, LayerPrecision], ends: Mapping[str, Operator]) -> PrecisionGraph:
@@ -183,6 +219,7 @@ class _Builder:
     def _add_activation_gradient(self, edge: Edge) -> None:
         source, target, of_source, of_target = edge.source, edge.target, self.linears.get(edge.source), self.gradients.get(edge.target)
         dy, format = (f"d{edge.tensor}", self.hidden) if of_source is None else ("dy", of_source.dy)
+        format = edge.format if source == target else format  # a recurrent state
         self.edge(f"{target}.backward", f"{source}.backward", dy, format, "dgrad")
         if of_source is not None and of_source.trained:
             self.edge(f"{target}.backward", f"{source}.wgrad", "dy", of_source.dy_wgrad, "wgrad")

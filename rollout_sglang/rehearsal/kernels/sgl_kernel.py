@@ -43,6 +43,16 @@ def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch
     call.moved(input, residual, weight, input, residual)
 
 
+def gemma_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
+    return rmsnorm(input, weight, eps, out)
+
+
+def gemma_fused_add_rmsnorm(
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
+) -> None:
+    fused_add_rmsnorm(input, residual, weight, eps)
+
+
 def silu_and_mul(input: torch.Tensor, out: Any = None) -> torch.Tensor:
     call, width = Call("sgl_kernel.silu_and_mul"), input.shape[-1]
     call.require(width * input.itemsize % 32 == 0, f"rows of {width} numbers")
@@ -127,7 +137,8 @@ def fused_topk_deepseek(
 
 
 _FLASH_ATTENTION = (flash_attention.get_scheduler_metadata, flash_attention.flash_attn_with_kvcache, flash_attention.flash_attn_varlen_func)
-_OTHERS = (rmsnorm, fused_add_rmsnorm, silu_and_mul, moe_align_block_size, moe_sum_reduce, int8_scaled_mm, weak_ref_tensor)
+_NORMS = (rmsnorm, fused_add_rmsnorm, gemma_rmsnorm, gemma_fused_add_rmsnorm)
+_OTHERS = (*_NORMS, silu_and_mul, moe_align_block_size, moe_sum_reduce, int8_scaled_mm, weak_ref_tensor)
 STANDS_FOR: dict[str, Callable[..., Any]] = {
     **{f"sgl_kernel.{function.__name__}": function for function in _OTHERS},
     **{f"sgl_kernel.flash_attn.{function.__name__}": function for function in _FLASH_ATTENTION},

@@ -11,6 +11,7 @@ from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.kernels.match import Call, Kernel
 from megatron_rl.rehearsal.kernels.triton import JitFunction, install_into
+from rollout_sglang.rehearsal.kernels import delta
 
 Given = Mapping[str, Any]
 
@@ -164,4 +165,5 @@ _KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
     "_per_token_quant_int8": Kernel("x_ptr [T K] float; xq_ptr [T K] int8; scale_ptr [T 1] float", "x_ptr xq_ptr scale_ptr"),
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
+    **delta.KERNELS,
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
+from parallel.attention import GatedDeltaNet, LatentAttention
 from parallel.families import FAMILIES
 from parallel.formats import BF16, BLOCK, FP8, FP32, INT8
 from parallel.layout import Layout
@@ -53,7 +54,9 @@ def cases(draw, *families):
     """Draw models of the families, by default of all, with small random widths (multiples of 128 where FP8 blocks are), and layouts that
     divide them."""
     model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or FAMILIES))])
-    experts, latent = model.experts, model.latent
+    experts, attention = model.experts, model.attention[-1]
+    latent = isinstance(attention, LatentAttention)
+    delta_nets = [kind for kind in dict.fromkeys(model.attention) if isinstance(kind, GatedDeltaNet)]
     head_dim = BLOCK if latent else draw(st.sampled_from([BLOCK] * 3 + [64]))
     kv_heads, per_kv = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2)]))
     kv_heads *= BLOCK // head_dim  # heads of 64 in pairs: shards of whole blocks, though groups are none
@@ -82,19 +85,23 @@ def cases(draw, *families):
             dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1))) if experts.dense_in_engine else ()),
         )
     if latent:
-        latent = replace(latent, q_rank=draw(st.sampled_from([0, 128, 256])), nope_dim=64, v_dim=64)
+        attention = replace(attention, heads=heads * 2, q_rank=draw(st.sampled_from([0, 128, 256])), nope_dim=64, v_dim=64)
+    else:
+        attention = replace(attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    kinds = [attention]
+    for kind in delta_nets:  # each rank has whole blocks of q, k, v and z
+        dim, shared = draw(st.sampled_from([64, BLOCK])), draw(st.sampled_from([1, 2, 4]))
+        k_heads = math.lcm(train_tp, rollout_tp) * (BLOCK // dim)
+        kinds.append(replace(kind, k_heads=k_heads, v_heads=k_heads * shared, k_dim=dim, v_dim=dim))
+    numbers = draw(st.lists(st.sampled_from(range(len(kinds))), min_size=layers, max_size=layers))
     model = replace(
         model,
-        layers=layers,
+        attention=tuple(kinds[number] for number in numbers),
         hidden=BLOCK * draw(st.integers(1, 3)),
-        heads=heads * 2 if latent else heads,
-        kv_heads=heads * 2 if latent else kv_heads,
-        head_dim=head_dim,
         ffn=BLOCK * math.lcm(train_tp, rollout_tp) * draw(st.integers(1, 2)),
         vocab=draw(st.integers(2, 300)),
         tied=draw(st.booleans()),
         experts=experts,
-        latent=latent,
     )
     train = Layout(tp=train_tp, pp=pp, vpp=vpp, last_stage_layers=last_stage_layers, ep=ep, etp=etp if experts else 0, dp=dp, cp=cp)
     return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))

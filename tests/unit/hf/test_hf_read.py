@@ -217,9 +217,7 @@ def test_mtp_layers_match_the_config(tmp_path):
     plain = ENGINE_ARCHITECTURES["deepseek_v3"]
     config = {**plain, "num_nextn_predict_layers": 1}
     model, plain = ModelGeometry.from_hf_config(config), list_tensors(plain, "BF16")
-    layer = {
-        tensor.name: ("BF16", [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in list_mtp_tensors(model).values()
-    }
+    layer = {tensor.name: ("BF16", list(tensor.shape)) for tensor in list_mtp_tensors(model).values()}
     copies, last = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"), "model.layers.2.eh_proj.weight"
     wrong = ("BF16", [256, 256])
 

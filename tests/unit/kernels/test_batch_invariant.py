@@ -42,6 +42,18 @@ def test_a_row_of_a_product_is_the_same_in_any_batch_and_order_of_columns(thread
         assert torch.equal(torch.matmul(x[:, None], weight.t())[:, 0], whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [128, 256, 1024])
+def test_a_product_with_few_columns_has_the_bits_of_one_with_many(threads, dtype, columns):
+    """Tensor-parallel ranks hold equal parts of a few rows, such as the gates of their heads."""
+    x, weight = random(100, columns, seed=0).to(dtype), (0.05 * random(64, columns, seed=1)).to(dtype)
+    whole = batch_invariant.invariant_matmul(x, weight)
+    for count in (1, 2, 3, 4, 8, 12, 16, 32):
+        part = batch_invariant.invariant_matmul(x, weight[-count:])
+        assert torch.equal(part, whole[:, -count:])
+        assert torch.equal(batch_invariant.invariant_matmul(x[:1], weight[-count:]), part[:1])
+
+
 @pytest.mark.parametrize("columns, rows", [(128, 256), (256, 768), (512, 128), (768, 384), (1536, 768), (4096, 256), (768, 32), (768, 4)])
 def test_a_row_of_an_fp32_product_of_bf16_numbers_is_the_same_in_any_batch_and_order_of_columns(threads, columns, rows):
     x, weight = random(420, columns, seed=0).bfloat16().float(), random(rows, columns, seed=1).bfloat16().float()

@@ -9,9 +9,10 @@ import torch
 from support.families import ARCHITECTURES, CLASSES, ENGINE_ARCHITECTURES
 from support.geometries import published_model
 
+from parallel.attention import LatentAttention
 from parallel.families import FAMILIES, load_family
 from parallel.hf_config import Rope, Yarn
-from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
 TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
@@ -59,19 +60,21 @@ def test_tensors_match_transformers(variant):
     shapes = {name: list(value.shape) for name, value in reference.named_parameters()}
     shapes |= {name: list(value.shape) for name, value in reference.named_buffers() if name.endswith("e_score_correction_bias")}
     geometry = ModelGeometry.from_hf_config(config)
-    own_shapes = {name: [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols] for name, tensor in geometry.tensors().items()}
+    own_shapes = {name: list(tensor.shape) for name, tensor in geometry.tensors().items()}
     assert stacked_experts(own_shapes) == shapes
 
 
 def test_published_models_with_experts():
     geometry = published_model("DeepSeek-V3")
-    assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    kind, *others = set(geometry.attention)
+    assert kind == LatentAttention(128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rope=geometry.rope) and not others
     routing = {"top_k": 8, "sigmoid": True, "scale": 2.5, "groups": 8, "groups_used": 4}
     dense = frozenset({0, 1, 2})
     assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=dense, correction_bias=True, **routing)
-    assert geometry.head_dim == 192 and geometry.mtp_layers == 1
+    assert kind.head_dim == 192 and geometry.mtp_layers == 1
     geometry, defaults = published_model("GLM-4.5"), ModelGeometry.from_hf_config(AIR)
-    assert geometry.qkv_bias and geometry.qk_norm and not (defaults.qkv_bias or defaults.qk_norm)
+    kind, default = geometry.attention[0], defaults.attention[0]
+    assert kind.qkv_bias and kind.qk_norm and not (default.qkv_bias or default.qk_norm)
     assert (geometry.rope.share, geometry.mtp_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
     routing = {"top_k": 8, "sigmoid": True}
     dense = frozenset({0, 1, 2})
@@ -80,7 +83,8 @@ def test_published_models_with_experts():
 
 
 def test_rotary_positions_routing_and_the_default_head_dim():
-    assert ModelGeometry.from_hf_config(LLAMA).head_dim == ModelGeometry.from_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
+    for config in (LLAMA, LLAMA | {"head_dim": None}):
+        assert ModelGeometry.from_hf_config(config).attention[0].head_dim == 64
     assert ModelGeometry.from_hf_config(QWEN3).rope == Rope(5e5)
     new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
     assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)

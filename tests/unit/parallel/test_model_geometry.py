@@ -132,7 +132,9 @@ def read(**changes: object) -> ModelGeometry:
     return ModelGeometry.from_hf_config({name: value for name, value in config.items() if value is not None})
 
 
-PARTLY_DENSE = replace(SMALL_MOE, layers=2, experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}), dense_in_engine=False))
+PARTLY_DENSE = replace(
+    SMALL_MOE, attention=SMALL_MOE.attention * 2, experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}), dense_in_engine=False)
+)
 
 
 @pytest.mark.parametrize("refused, words", [

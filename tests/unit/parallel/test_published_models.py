@@ -74,7 +74,7 @@ def test_tensor_parallel_sizes_of_experts_and_attention(name):
     "name, train, rollout, pattern",
     [
         ("Qwen2.5-7B", Layout(tp=4), (14, 1),
-         r"rollout.tp = 14: must divide num_key_value_heads \(4\) .*; rollout layouts that work: tp=4 or tp=2; use a power of two"),
+         r"rollout.tp = 14: must divide num_key_value_heads \(4\) .*; rollout layouts that work: tp=4 or tp=2; use a divisor of 4"),
         ("Llama-3.2-1B", Layout(tp=8), (1, 1),
          r"model.layers.0.self_attn.k_proj.weight = rows 0..64, columns 0..2048: a shard boundary cuts .* in .*linear_qkv.weight.*; "
          r"train layouts that work: tp=4 or tp=2; use"),

@@ -115,10 +115,12 @@ def test_scales_of_output_channels_go_to_the_engine_and_an_export(family, data):
 
 def list_stacked_layer(model: ModelGeometry, layer: int) -> list[Weight]:
     """Return the layer of a family whose checkpoint stores q, k and v as one tensor."""
-    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    kind = model.attention[layer]
+    q, kv = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim
     stacked = HFTensor(f"model.layers.{layer}.self_attn.qkv_proj.weight", q + 2 * kv, model.hidden, "attention_qkv")
     pieces = take_rows(stacked, 0, q), take_rows(stacked, q, kv), take_rows(stacked, q + kv, kv)
-    return [weight._replace(pieces=pieces) if weight.cut == "qkv" else weight for weight in pre_norm_layer(model, layer)]
+    changes = {"pieces": pieces, "stacks": (kind.list_groups(*pieces),)}
+    return [weight._replace(**changes) if weight.cut == "qkv" else weight for weight in pre_norm_layer(model, layer)]
 
 
 def list_rows(ranks: dict[int, list[Shard]], first: dict[str, int]) -> dict[tuple[int, str], list[tuple[str, int]]]:
@@ -141,7 +143,8 @@ def test_the_checkpoint_may_store_qkv_as_one_tensor(tp, widths, monkeypatch):
     held = [build_trainer_shards(apart, case.train, format_of=format_of) for format_of in (as_bf16, as_fp8)]
     held.append(build_engine_shards(apart, tp))
     monkeypatch.setattr(model_geometry, "load_family", lambda _: SimpleNamespace(list_layer=list_stacked_layer))
-    q, kv = apart.heads * apart.head_dim, apart.kv_heads * apart.head_dim
+    kind = apart.attention[0]
+    q, kv = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim
     for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
         assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
     targets = {**target_shards(case), 100: case.model.build_checkpoint_shards()}

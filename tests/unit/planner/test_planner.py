@@ -45,6 +45,7 @@ from parallel.model_geometry import ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = {"Qwen3-8B": 1, "Qwen2.5-32B": 4, "Qwen3-30B-A3B": 2, "Qwen3-235B-A22B": 16}  # nodes
+HYBRID_EXAMPLES = {"Qwen3.5-9B": 1, "Qwen3.5-35B-A3B": 2, "Qwen3-Next-80B-A3B": 4, "Qwen3.5-122B-A10B": 8}
 NODE = Cluster.from_options(1, 8, "h100")
 
 
@@ -261,7 +262,7 @@ def test_stages_are_planned_that_take_about_as_long():
 )
 def test_the_syncs_bytes_are_those_of_the_whole_plan(name, train, tp, ep):
     workload = job(name)
-    model = replace(workload.model, layers=2)
+    model = replace(workload.model, attention=workload.model.attention[:2])
     candidate = Candidate(train, tp, ep, engines=1, placement="disaggregated")
     load = estimate_sync_traffic(replace(workload, model=model), candidate, Cluster.from_options(2, 8, "h100"))
     plan = SyncPlan.make(model, train, (tp, ep), workload.contract, 1 << 30)
@@ -328,7 +329,7 @@ def test_the_fullest_of_the_extreme_stages_is_the_fullest_of_all(data):
     layout = Layout(tp=2, pp=pp, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1], dp=2, ep=2, etp=1)
     dense = frozenset(data.draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1)))
     geometry = published_model("GLM-4.5" if data.draw(st.booleans()) else "Qwen3-30B-A3B")
-    model = replace(geometry, layers=layers, experts=replace(geometry.experts, count=16, dense_layers=dense))
+    model = replace(geometry, attention=geometry.attention[:layers], experts=replace(geometry.experts, count=16, dense_layers=dense))
     workload = replace(job("Qwen3-30B-A3B"), model=model)
     candidate = Candidate(layout, recompute=data.draw(st.sampled_from(["none", "selective", "full"])))
     for phase in ("logprobs", "train", "sync"):
@@ -432,20 +433,26 @@ def test_no_name_escapes_into_a_plans_batch_file(tmp_path):
         subprocess.run(["bash", "-n", job], check=True)
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, marks=[pytest.mark.long] * (nodes > 4)) for model, nodes in EXAMPLES.items()])
+LONG = {model for model, nodes in EXAMPLES.items() if nodes > 4} | {model for model, nodes in HYBRID_EXAMPLES.items() if nodes > 1}
+
+
+@pytest.mark.parametrize("model", [pytest.param(model, marks=[pytest.mark.long] * (model in LONG)) for model in EXAMPLES | HYBRID_EXAMPLES])
 def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(model, tmp_path):
     shipped = json.loads((ROOT / "configs" / "models" / model / "config.json").read_text())
     geometry = ModelGeometry.from_hf_config(shipped)
-    assert geometry == replace(published_model(model), norm_eps=geometry.norm_eps, rope=geometry.rope)
+    published = published_model(model)
+    attention = tuple(replace(kind, rope=geometry.rope) if kind.rope else kind for kind in published.attention)
+    assert geometry == replace(published, norm_eps=geometry.norm_eps, attention=attention)
     name = re.sub(r"\W", "_", model.lower())
     config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
     result = CliRunner().invoke(app, ["plan", str(config), "--top", "1", "--json", str(out), "--sbatch", str(tmp_path / "job.sbatch")])
     assert result.exit_code == 0, result.output
     assert max(len(line) for line in result.stdout.splitlines()[1:] if not re.match(r"\d+\. ", line)) <= 120  # commands are not wrapped
     plan = json.loads(out.read_text())
-    assert plan["cluster"]["nodes"] == EXAMPLES[model] and plan["configured"] and plan["chosen"]["spare"] > 0
+    nodes = (EXAMPLES | HYBRID_EXAMPLES)[model]
+    assert plan["cluster"]["nodes"] == nodes and plan["configured"] and plan["chosen"]["spare"] > 0
     batch = (tmp_path / "job.sbatch").read_text()
-    assert f"#SBATCH --nodes={EXAMPLES[model]}\n" in batch and "#SBATCH --ntasks-per-node=8\n" in batch
+    assert f"#SBATCH --nodes={nodes}\n" in batch and "#SBATCH --ntasks-per-node=8\n" in batch
     assert f"configs/{name}.toml" in batch
     assert "does not start" not in batch and "No batch script" not in result.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sbatch"], check=True)

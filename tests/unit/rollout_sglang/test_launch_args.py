@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import memory_saver
 from rollout_sglang import launch_args, server_options
-from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.hooks import gated_delta, gpu_activation_quant
 from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
 from rollout_sglang.platform.activate import NAME, activate
 from rollout_sglang.server_options import EXCEPTIONS, GROUPS, SET_BY, check, make_arguments, read_arguments
@@ -30,8 +31,10 @@ def start(monkeypatch):
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
-    def start_process(mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, kv: str = "high", **more: object):
-        sections = {"precision": {"mode": mode, "kv": kv}, "rollout": rollout or {}, "placement": {"kind": kind}}
+    def start_process(
+        mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, kv: str = "high", high: str = "bf16", **more: Any
+    ):
+        sections = {"precision": {"mode": mode, "kv": kv, "high": high}, "rollout": rollout or {}, "placement": {"kind": kind}}
         config = Config.model_validate({"model": {"path": Path("m")}, **sections})
         launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
         return started[-1]
@@ -71,6 +74,23 @@ def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments
     assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {"kv_lora_rank": 512})  # SGLang absorbs kv_b in such graphs
     assert (option, value) in pairwise(start(kind="disaggregated")[0])
+
+
+def test_recurrent_states_keep_their_formats_and_only_a_quantized_engine_has_sglangs_own_delta_rule(start, monkeypatch):
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: {"linear_num_value_heads": 32})
+    arguments, environment = start("fp8_unified", kind="disaggregated")
+    assert environment["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16" and environment["SGLANG_MAMBA_SSM_DTYPE"] == "float32"
+    assert gated_delta.SHARED_VARIABLE in environment and "--disable-overlap-schedule" in arguments
+    options = dict(pairwise(arguments))
+    assert options["--mamba-radix-cache-strategy"] == "no_buffer"
+    assert options["--cuda-graph-backend-prefill"] == "disabled" and "--cuda-graph-backend-decode" not in options
+    arguments, environment = start("fp8_rollout", kind="disaggregated")
+    assert gated_delta.SHARED_VARIABLE not in environment and not any("mamba" in argument for argument in arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments, environment = start(rollout={"max_running_requests": 16})
+    assert dict(pairwise(arguments))["--max-mamba-cache-size"] == "48"
+    arguments, environment = start(rollout={"max_running_requests": 16, "enable_prefix_caching": False}, high="fp32")
+    assert dict(pairwise(arguments))["--max-mamba-cache-size"] == "16" and environment["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
 
 
 def test_only_an_engine_that_shares_devices_releases_its_memory(start, monkeypatch):

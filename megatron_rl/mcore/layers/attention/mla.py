@@ -21,7 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.rope.reference import rotates_rows
-from parallel.model_geometry import LATENT_NORM_EPS
+from parallel.attention.latent import LATENT_NORM_EPS
 
 
 def takes_absorbed_form() -> bool:

@@ -8,17 +8,20 @@ parts for the ranks that share it:
     q1 q2 q3 | q4 k v       two ranks; the first needs q1 q2 k v, the second q3 q4 k v
 
 Megatron's layer would gather all heads on every rank. Here a rank sends only to the ranks of its group, and only what they need. In the
-backward pass, gradients travel back and are added in FP32, in rank order.
+backward pass, gradients travel back and are added in FP32, in rank order. If a gate multiplies each head's output, the gates of a group
+follow its queries, and a rank needs those of its own queries.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron_rl.kernels.gated_delta.reference import gate
 from megatron_rl.kernels.heads import Heads, Norms
 from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
@@ -47,16 +50,18 @@ class PackedSelfAttention(SelfAttention):
             self._rotation = None
 
     def get_query_key_value_tensors(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
-        """Return query [t, 1, heads, d], key and value [t, 1, groups, d]; query and key are rotated if this class rotates."""
+        """Return query [t, 1, heads, d], key and value [t, 1, groups, d], and if outputs are gated the gate [t, 1, heads, d]; query and key
+        are rotated if this class rotates."""
         shares_heads = self.config.num_query_groups < self.world_size
         if self._rotation is not None and self._fuses(self._rotation):
             mixed = self._project_shared_heads(hidden_states) if shares_heads else self.linear_qkv(hidden_states)[0]
             return tuple(part.unsqueeze(1) for part in self._split(mixed.squeeze(1), self._rotation))
         if shares_heads:
-            dim, heads = self.hidden_size_per_attention_head, self._project_shared_heads(hidden_states)
-            query, key, value = heads.unflatten(-1, (-1, dim)).split([heads.shape[-1] // dim - 2, 1, 1], 2)
+            heads = self._project_shared_heads(hidden_states).unflatten(-1, (-1, self.hidden_size_per_attention_head))
+            queries = self.config.num_attention_heads // self.world_size
+            query, *others, key, value = heads.split([queries, *[queries] * self._is_gated, 1, 1], 2)
             query = query if self.q_layernorm is None else self.q_layernorm(query)
-            key, others = key if self.k_layernorm is None else self.k_layernorm(key), [value]
+            key, others = key if self.k_layernorm is None else self.k_layernorm(key), [value, *others]
         else:
             query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **options)
         if self._rotation is None:
@@ -64,10 +69,20 @@ class PackedSelfAttention(SelfAttention):
         query, key = (self._rotation.rotate(x.squeeze(1)).unsqueeze(1) for x in (query, key))
         return query, key, *others
 
+    def _apply_output_gate(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return x [t, 1, heads * d] times the sigmoid of its gate. The bits of Megatron's sigmoid depend on the number of elements."""
+        return gate(x, gates.reshape(x.shape))
+
+    @property
+    def _is_gated(self) -> bool:
+        return self.config.attention_output_gate
+
     def _fuses(self, rotation: rope.Rotation) -> bool:
-        """Return whether one kernel can produce queries and keys, which requires that no hook observes the norms."""
+        """Return whether one kernel can produce queries and keys, which requires that no hook observes the norms. The kernel knows no
+        gates."""
         norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, RMSNorm)]
-        return can_rotate(rotation, self.hidden_size_per_attention_head) and not any(norm._forward_hooks for norm in norms)
+        fits = can_rotate(rotation, self.hidden_size_per_attention_head) and not self._is_gated
+        return fits and not any(norm._forward_hooks for norm in norms)
 
     def _split(self, mixed: torch.Tensor, rotation: rope.Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""
@@ -79,33 +94,39 @@ class PackedSelfAttention(SelfAttention):
         return split_heads(mixed, Heads(groups, queries, rotation, self.config.layernorm_epsilon), norms)
 
     def _project_shared_heads(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return queries, key and value [s, b, (heads + 2) d] of a rank that shares its key-value head with other ranks."""
-        dim, ranks = self.hidden_size_per_attention_head, self.world_size // self.config.num_query_groups
+        """Return queries, gates if there are any, key and value [s, b, (heads + 2) d] of a rank that shares its key-value head with other
+        ranks."""
+        dim, groups = self.hidden_size_per_attention_head, self.config.num_query_groups
         mixed, _ = self.linear_qkv(hidden_states)
-        return exchange_heads(mixed, self.config.num_attention_heads // self.config.num_query_groups, dim, ranks, self.pg_collection.tp)
+        shared = [self.config.num_attention_heads // groups] * (1 + self._is_gated)
+        return exchange_heads(mixed, shared, dim, self.world_size // groups, self.pg_collection.tp)
 
 
-def exchange_heads(mixed: torch.Tensor, queries: int, dim: int, ranks: int, group: Any) -> torch.Tensor:
-    """Return this rank's part of its head group, [..., (queries / ranks + 2) * dim] in the order q, k, v, with gradient.
+def exchange_heads(mixed: torch.Tensor, shared: Sequence[int], dim: int, ranks: int, group: Any) -> torch.Tensor:
+    """Return this rank's part of its head group, [..., (shared / ranks + 2) * dim] in the order of the group, with gradient.
 
     Args:
-        mixed: [..., (queries + 2) * dim / ranks], this rank's part of `queries` heads of `dim`, a key head and a value head.
+        mixed: [..., (shared + 2) * dim / ranks], this rank's part of the group.
+        shared: numbers of heads of `dim` that the ranks share equally: queries, and gates if there are any. A key head and a value head
+            follow, which each rank needs whole.
         ranks: number of consecutive ranks of `group` that share the head group.
     """
-    return _HeadExchange.apply(mixed, _HeadCut(queries, dim, ranks, group.rank() % ranks), group)
+    return _HeadExchange.apply(mixed, _HeadCut(shared, dim, ranks, group.rank() % ranks), group)
 
 
 class _HeadCut:
     """Which columns of a head group each rank sends to each other rank that shares it. `own` is this rank's index among them."""
 
-    def __init__(self, queries: int, dim: int, ranks: int, own: int) -> None:
-        self.ranks, self.own, self.width = ranks, own, (queries + 2) * dim // ranks
-        self._queries, self._all_queries, self._end = queries // ranks * dim, queries * dim, (queries + 2) * dim
+    def __init__(self, shared: Sequence[int], dim: int, ranks: int, own: int) -> None:
+        self.ranks, self.own, self.width = ranks, own, (sum(shared) + 2) * dim // ranks
+        self._edges = [heads * dim for heads in accumulate(shared, initial=0)]  # of what ranks share
+        self._end = self._edges[-1] + 2 * dim
 
     def columns(self, sender: int, receiver: int) -> list[slice]:
         """Return the columns of the sender's part that the receiver needs, in ascending order."""
         start, end = sender * self.width, (sender + 1) * self.width
-        needed = ((receiver * self._queries, (receiver + 1) * self._queries), (self._all_queries, self._end))
+        parts = [(first, (last - first) // self.ranks) for first, last in pairwise(self._edges)]
+        needed = [*((first + receiver * size, first + (receiver + 1) * size) for first, size in parts), (self._edges[-1], self._end)]
         overlaps = ((max(first, start) - start, min(last, end) - start) for first, last in needed)
         return [slice(first, last) for first, last in overlaps if first < last]
 

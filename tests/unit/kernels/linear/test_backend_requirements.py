@@ -103,7 +103,7 @@ def test_the_last_rows_of_a_latent_projection_may_be_a_partial_block(backend):
     widths = {"num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
     model = ModelGeometry.from_hf_config({**PUBLISHED["DeepSeek-V3"], **widths})
     requirements.check_model(backend, FP8, model, Layout(tp=4, ep=4, etp=1))
-    odd = replace(model, latent=replace(model.latent, rope_dim=72))
+    odd = replace(model, attention=(replace(model.attention[0], rope_dim=72),) * model.layers)
     with pytest.raises(UserError, match=r"linear_kv_down_proj.weight is \[584, 7168\]"):
         requirements.check_model(backend, FP8, odd, Layout())
 
