@@ -117,9 +117,9 @@ def launch_all() -> None:
 
 def launch_gated_delta() -> None:
     """Launch the kernels of gated delta nets, forward and backward, for the widths of published models and a share of their heads."""
-    from megatron_rl.kernels.gated_delta import gates_triton
+    from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
     from megatron_rl.kernels.gated_delta import triton as gated_delta_triton
-    from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
+    from megatron_rl.kernels.gates import triton as gates_triton
 
     for dtype, heads in itertools.product((torch.bfloat16, torch.float32), (DeltaHeads(16, 32, 128, 128), DeltaHeads(4, 16, 128, 128))):
         channels, row = sum(heads.widths), torch.zeros(70, sum(heads.widths), dtype=dtype)

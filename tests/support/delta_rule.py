@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
 from support.kernel_tests import random
 
 Row = Sequence[torch.Tensor]  # mixed [t, c], a [t, v], b [t, v]

@@ -19,33 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels.batch_invariant import apply_elementwise, sigmoid
+from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.scan import Inputs, Scan, advance_states
+from megatron_rl.kernels.gates.reference import gate, gate_norm
 from megatron_rl.precision.threads import single_threaded
 
-NORM_EPS = 1e-6  # of the norm of queries and keys, in the published models' code
-
-
-class DeltaHeads(NamedTuple):
-    """Heads of one rank and their widths. Each key head serves v / k value heads in a row."""
-
-    k: int
-    v: int
-    k_dim: int
-    v_dim: int
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Rows of queries, keys, and values."""
-        return self.k * self.k_dim, self.k * self.k_dim, self.v * self.v_dim
-
-
-class DeltaWeights(NamedTuple):
-    """Weights of one rank, without projections and the norm."""
-
-    conv: torch.Tensor  # [c, taps]; rows are those of queries, keys, and values
-    a_log: torch.Tensor  # float32 [v]
-    dt_bias: torch.Tensor  # float32 [v]
-    heads: DeltaHeads
+__all__ = ["DeltaHeads", "DeltaWeights", "advance", "attend", "gate", "gate_norm"]  # all that a layer needs
 
 
 def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -191,24 +170,3 @@ def _prepare(weights: DeltaWeights, x: torch.Tensor, a: torch.Tensor, b: torch.T
 def _normalize(x: torch.Tensor) -> torch.Tensor:
     """Return x / sqrt(sum of squares + eps) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
-def gate_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return rms_norm(x) weight silu(z) `[..., v_dim]`, computed in float32 and rounded once, with gradient. `weight` is `[v_dim]`."""
-    if x.is_cuda:
-        from megatron_rl.kernels.gated_delta import gates_triton
-
-        return gates_triton.gate_norm(x, z, weight, eps)
-    z = z.float()
-    with single_threaded():
-        normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    return (normed * (z * sigmoid(z))).to(x.dtype)
-
-
-def gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Return x sigmoid(z) `[..., n]`, computed in float32 and rounded once, with gradient. `z` is `[..., n]` or `[..., 1]`."""
-    if x.is_cuda:
-        from megatron_rl.kernels.gated_delta import gates_triton
-
-        return gates_triton.gate(x, z)
-    return (x.float() * sigmoid(z.float())).to(x.dtype)

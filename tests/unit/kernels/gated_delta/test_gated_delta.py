@@ -11,7 +11,7 @@ from support.delta_rule import ADVANCE_CASES, advance_in_cuts, attend_plainly, c
 from support.kernel_tests import random
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, advance, attend, gate, gate_norm
+from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, advance, attend
 from megatron_rl.kernels.gated_delta.scan import lay_out
 
 HEADS = DeltaHeads(2, 6, 32, 48)
@@ -142,46 +142,6 @@ def test_what_does_not_belong_together_is_refused():
         advance(weights, *row, [5], windows.float(), states)
     with pytest.raises(ValueError, match=r"windows are torch.bfloat16 \[2, "):
         advance(weights, *row, [5], windows.expand(2, -1, -1), states)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_have_the_bits_of_any_batch_and_are_rounded_once(dtype):
-    x, z, weight = random(37, 3, 24, seed=0, dtype=dtype), random(37, 3, 24, seed=1, dtype=dtype), random(24, seed=2, dtype=dtype)
-    cases = {
-        "norm": (lambda x, z: gate_norm(x, z, weight, 1e-6), z, _gate_norm_exactly(x, z, weight)),
-        "gate": (gate, z, x.double() * z.double().sigmoid()),
-        "shared": (gate, z[..., :1], x.double() * z[..., :1].double().sigmoid()),
-    }
-    for function, gates, exact in cases.values():
-        whole = function(x, gates)
-        assert whole.dtype == dtype
-        assert ((whole.double() - exact).abs() <= (2**-8 if dtype is torch.bfloat16 else 2**-21) * exact.abs() * 1.001 + 1e-30).all()
-        for rows in (slice(1), slice(5, 8), slice(30, 37)):
-            assert torch.equal(function(x[rows], gates[rows]), whole[rows])
-        assert torch.equal(function(x[:, :1], gates[:, :1]), whole[:, :1]), "half of the heads"
-
-
-def _gate_norm_exactly(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    x, z, weight = x.double(), z.double(), weight.double()
-    return F.rms_norm(x, weight.shape, weight, 1e-6) * z * z.sigmoid()
-
-
-def test_gradients_of_gates_and_zero_centered_norms_are_those_of_float64():
-    x, z, weight = random(9, 3, 24, seed=0), random(9, 3, 24, seed=1), random(24, seed=2)
-    pairs = [
-        (lambda x, z, w: gate_norm(x, z, w, 1e-6), _gate_norm_exactly),
-        (lambda x, z, w: gate(x, z) * w, lambda x, z, w: x * z.sigmoid() * w),
-        (lambda x, z, w: gate(x, z[..., :1]) + 0 * w, lambda x, z, w: x * z[..., :1].sigmoid() + 0 * w),
-        (lambda x, z, w: batch_invariant.rms_norm(x, 1 + w, 1e-6) + 0 * z, lambda x, z, w: F.rms_norm(x, w.shape, 1 + w, 1e-6) + 0 * z),
-    ]
-    dy = random(9, 3, 24, seed=3)
-    for found, wanted in pairs:
-        gradients = []
-        for function, dtype in ((found, torch.float32), (wanted, torch.float64)):
-            leaves = [each.to(dtype).requires_grad_() for each in (x, z, weight)]
-            gradients.append(torch.autograd.grad(function(*leaves), leaves, dy.to(dtype)))
-        for a, b in zip(*gradients, strict=True):
-            assert (a - b).norm() <= 1e-6 * b.norm()
 
 
 def test_functions_of_few_numbers_have_the_bits_of_many():

@@ -1,4 +1,4 @@
-"""The Triton kernels of `gate_norm` and `gate` in `kernels.gated_delta.reference`, and their gradients.
+"""The Triton kernels of `kernels.gates.reference`, and their gradients.
 
 A program computes whole rows, one after the other, so the bits of a row do not depend on the number of rows,
 which is no compile-time constant. Gradients of the norm's weight
@@ -150,12 +150,12 @@ def _choose_tile(x: torch.Tensor) -> int:
 
 
 def gate_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `kernels.gated_delta.reference.gate_norm`."""
+    """Compute `kernels.gates.reference.gate_norm`."""
     return _GateNorm.apply(x, z, weight, eps)
 
 
 def gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Compute `kernels.gated_delta.reference.gate`. Raise ValueError if z is neither as wide as x nor one number per row."""
+    """Compute `kernels.gates.reference.gate`. Raise ValueError if z is neither as wide as x nor one number per row."""
     if z.shape not in (x.shape, (*x.shape[:-1], 1)):
         raise ValueError(f"x {list(x.shape)} and its gates {list(z.shape)} do not match")
     return _Gate.apply(x, z)

@@ -1,0 +1,1 @@
+"""Sigmoid and SiLU gates of attention, gated delta nets, and shared experts."""
