@@ -99,14 +99,14 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_in_parts(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return left . right `[T, N]` of `[T, K]` and `[K, N]`. On a CPU, threads share the columns of an FP32 product without gradient, with
-    the bits of one thread."""
+    """Return left . right `[..., N]` of `[..., K]` and `[K, N]`. On a CPU, threads share the columns of an FP32 product without gradient,
+    with the bits of one thread."""
     differentiable = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
     if left.dtype != torch.float32 or left.is_cuda or _backend.fp32_precision == "bf16" or differentiable:
         return left @ right
-    result = left.new_empty(len(left), right.shape[1])
+    result = left.new_empty(*left.shape[:-1], right.shape[1])
     left, right = left.detach(), right.detach()  # threads of the pool would record gradients
-    threads.run_in_parts(lambda part: torch.mm(left, right[:, part], out=result[:, part]), right.shape[1], _MIN_SHARED_COLUMNS)
+    threads.run_in_parts(lambda part: torch.matmul(left, right[:, part], out=result[..., part]), right.shape[1], _MIN_SHARED_COLUMNS)
     return result
 
 

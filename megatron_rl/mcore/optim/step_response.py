@@ -64,6 +64,7 @@ class StepResponse:
         self._size = min(max(_ELEMENTS // largest, _MIN_STRIPS), len(self._strips))
         stepped = [entry for part in flatten_chained(optimizer) for entry in iter_stepped(part)]
         self._masters = {id(weight): master for weight, master in stepped}
+        self._held: dict[_Strip, list[tuple[slice, slice]]] = {}
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
@@ -93,7 +94,9 @@ class StepResponse:
         """Return (engine values, masters), both float32 [n], in this rank's slice of the weight. Does not wait for the device. This rank's
         slice of the new blocks is valid before the other replicas' slices are gathered."""
         master, engine = self._masters[id(strip.layer.weight)], _read_engine(strip).flatten()
-        held = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
+        if strip not in self._held:
+            self._held[strip] = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
+        held = self._held[strip]
         values = master.values.detach()
         return torch.cat([engine[places] for places, _ in held]), torch.cat([values[places] for _, places in held])
 
