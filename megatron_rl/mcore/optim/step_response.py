@@ -28,6 +28,7 @@ from megatron_rl.mcore.weights.load_weights import find_weight_layers, quantize_
 from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
+from megatron_rl.precision.threads import single_threaded
 
 _ROWS = 128  # rows of a strip, a multiple of every block height
 _ELEMENTS, _MIN_STRIPS = 1 << 20, 8  # size of a sample
@@ -80,7 +81,8 @@ class StepResponse:
         for strip, engine, master in self._sample:
             new_engine, new_master = self._read(strip)
             moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
-            of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
+            with single_threaded():  # the sums are the same with any number of threads
+                of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
             weight: Any = strip.layer.weight
             is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
             copies = 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()  # tensor-parallel ranks with the whole weight
