@@ -9,6 +9,7 @@ bash "$root/launch/setup.sh"
 cd "$root" # paths in the configuration are relative to the root
 name=quickstart
 if [[ ${1:--} != -* ]]; then name=$1 && shift; fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads gain little with such a small model
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # more threads gain little with such a small model
+unset PYTHONDONTWRITEBYTECODE # or every process compiles what it imports, for 10 s
 .venv/bin/python -m examples.arithmetic.warm_start "configs/$name.toml" "$@"
 exec .venv/bin/python -m megatron_rl train "configs/$name.toml" "$@"

@@ -21,13 +21,33 @@ is_usable_venv() {
   was_made_here && is_usable_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-# compile_packages CORES PACKAGE...: compile packages that every run imports (0: all cores). Python compiles the others on first import.
-compile_packages() {
-  local cores=$1 site
-  shift
-  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  (cd "$site" && "$venv/bin/python" -m compileall -qq -j "$cores" -x '/(tests?|testing)/|transformers/models/' "$@") 9>&- || true # ignore templates, which are no valid Python
+# Show how many packages pip has begun to fetch, and the last one: on a terminal in one line, otherwise every 20th.
+show_progress() {
+  local count=0 total word package line
+  total=$(cat "$root"/launch/requirements{,-nodeps,-peft}.txt | grep -c ==)
+  while read -r word package _; do
+    [ "$word" = Collecting ] || continue
+    count=$((count + 1)) line="megatron-rl setup: package $count of $total, $package"
+    if [ -t 1 ]; then printf '\r\033[K%s' "$line"; elif ((count % 20 == 0)); then echo "$line"; fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
 }
+
+# Install all pins with several pips at a time, because one pip mostly waits for the network. Print pip's output, and fail if a pip fails.
+install_pins() (
+  set +e
+  export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+  pip=("$venv/bin/python" -m pip install --progress-bar off --no-compile --no-deps) pins="$root/launch/requirements" status=0
+  torch=$(grep ^torch== "$pins.txt")
+  exec 2> >(grep -v "^WARNING: Skipping .* due to invalid metadata" >&2) # of a package that another pip is installing
+  "${pip[@]}" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$torch" & # one retry: the wheel may be cached
+  "${pip[@]}" --ignore-requires-python -r "$pins-nodeps.txt" &
+  "${pip[@]}" --upgrade --target "$venv/peft" -r "$pins-peft.txt" &
+  jobs=$(jobs -p)
+  grep == "$pins.txt" | grep -v ^torch== | xargs -P 3 -n 20 "${pip[@]}" || status=1
+  for job in $jobs; do wait "$job" || status=1; done
+  exit $status
+)
 
 is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
@@ -39,13 +59,10 @@ check_disk "${MEGATRON_RL_MIN_DISK_MB:-4000}" "; free some, or move the clone"
 echo "megatron-rl setup: installing into $venv (a few minutes; this happens once)"
 is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
-pip -qq --retries 1 install --no-compile --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$(grep ^torch== "$root/launch/requirements.txt")" # one retry: a closed network may have no PyTorch index but a cached wheel
-compile_packages 1 torch & # while pip uses the other core
-pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
-pip -qq install --no-compile --no-deps --ignore-requires-python -r "$root/launch/requirements-nodeps.txt"
-pip -qq install --no-compile --no-deps --upgrade --target "$venv/peft" -r "$root/launch/requirements-peft.txt"
+install_pins | show_progress || fail "pip failed (see its message above); run this script again to continue"
 pip -qq install --no-deps --no-build-isolation -e "$root"
-compile_packages 0 transformers sglang/srt sglang/kernels megatron sympy networkx numpy pydantic huggingface_hub openai
-wait
 print_dependencies >"$stamp"
 echo "megatron-rl setup: done"
+# Compile what a run imports, while the caller goes on.
+modules="rollout_sglang.server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, megatron_rl.training.session"
+(cd / && nice env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $modules") >/dev/null 2>&1 9>&- &

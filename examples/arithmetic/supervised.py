@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.export import convert
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
+from megatron_rl.observability.console import format_left
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
@@ -70,6 +72,7 @@ def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, 
     warm = config.warm_start
     rng, format_prompt = random.Random(warm.seed), make_prompt_formatter(config.data, tokenizer)
     demonstrate = calculator.write_demonstration if config.agent is None else tool_agent.write_demonstration
+    start = time.monotonic()
     for step in range(1, warm.steps + 1):
         task = Arithmetic(warm.seed * 1_000_003 + step, levels)
         examples = []
@@ -79,7 +82,8 @@ def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, 
             examples.append(make_example(prompt, write_worked_answer(problem, warm, rng, demonstrate), tokenizer))
         metrics = actor.update(select_own(examples), negative_log_likelihood)
         if step % 50 == 0 or step == warm.steps:
-            notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token")
+            left = format_left((time.monotonic() - start) / step * (warm.steps - step))
+            notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token, {left} left")
 
 
 def write_worked_answer(

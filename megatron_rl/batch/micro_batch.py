@@ -167,7 +167,7 @@ class MicroBatches:
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
             for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
-                if len(values := getattr(sample, name)):
+                if (values := getattr(sample, name)).numel():
                     getattr(row, name)[sampled] = values.float()
         return row
 

@@ -56,7 +56,7 @@ class TrainingSample:
 
     @property
     def length(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return self.prompt_ids.numel() + self.response_ids.numel()  # `len` of a tensor is slow
 
     @property
     def sampled_count(self) -> int:

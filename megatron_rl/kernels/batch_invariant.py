@@ -41,7 +41,8 @@ VECTOR_STEP = 32  # of torch's loop; the rest of a tensor is computed by another
 KEYS_PER_PRODUCT = 32  # keys that are summed in one product. Padding with zeros to a multiple of it changes no bit.
 _MIN_SHARED_COLUMNS = 64  # fewest columns per thread of a shared product; a single column has other bits
 _QUERIES_PER_STEP = 64
-_SHARED_PRODUCT = 1 << 20  # size of a weight from which threads share an FP32 product; below, starting threads costs more than it saves
+_SHARED_PRODUCT = 1 << 20  # size of a weight from which threads share an FP32 product of few rows; below, reading it costs too little
+_SHARED_WORK = 1 << 26  # multiplications from which threads share any product; below, starting threads costs more than it saves
 MAX_SCORES = 1 << 24  # most attention scores in memory at a time
 _backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
@@ -98,12 +99,20 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return rows . W^T. Threads share the columns of a large FP32 product, with the bits of one thread."""
-    shared = rows.dtype == torch.float32 and weight.numel() >= _SHARED_PRODUCT and not rows.is_cuda
-    if not shared or _backend.fp32_precision == "bf16" or (torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)):
-        return rows @ weight.t()
-    result = rows.new_empty(len(rows), len(weight))
-    rows, weight = rows.detach(), weight.detach()  # threads of the pool would record gradients
-    threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), _MIN_SHARED_COLUMNS)
+    if weight.numel() >= _SHARED_PRODUCT or len(rows) * weight.numel() >= _SHARED_WORK:
+        return multiply_in_parts(rows, weight.t())
+    return rows @ weight.t()
+
+
+def multiply_in_parts(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left . right `[..., N]` of `[..., K]` and `[K, N]`. On a CPU, threads share the columns of an FP32 product without gradient,
+    with the bits of one thread."""
+    differentiable = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if left.dtype != torch.float32 or left.is_cuda or _backend.fp32_precision == "bf16" or differentiable:
+        return left @ right
+    result = left.new_empty(*left.shape[:-1], right.shape[1])
+    left, right = left.detach(), right.detach()  # threads of the pool would record gradients
+    threads.run_in_parts(lambda part: torch.matmul(left, right[:, part], out=result[..., part]), right.shape[1], _MIN_SHARED_COLUMNS)
     return result
 
 

@@ -29,9 +29,9 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
     return counts + ("proof ok" if equal else "PROOF FAILED") + (f", reread {age:.0f} syncs ago" if age else ""), equal
 
 
-def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
-    """Return the console line of a step: metrics that declare a `progress` format, in the order of the row, then seconds and the sync.
-    Values that are not finite (None) are marked."""
+def progress_line(metrics: Mapping[str, MetricValue], total_steps: int, seconds_left: float = 0) -> Text:
+    """Return the console line of a step: metrics that declare a `progress` format, in the order of the row, then seconds, the sync, and
+    the time left, if any. Values that are not finite (None) are marked."""
     parts, phases = [Text(f"step {metrics['step']}/{total_steps or '?'}", "bold")], []
 
     def add(name: str, form: str, scale: float = 1) -> None:
@@ -48,7 +48,13 @@ def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
     add("time/step", "[dim]{:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
     add("sync/bytes", "sync {:.1f} MB", 1e-6)
     verdict, good = proof_verdict(metrics)
-    return Text("  ").join([*parts, *([Text(verdict, "green" if good else "bold red")] if verdict else [])])
+    parts += [Text(verdict, "green" if good else "bold red")] if verdict else []
+    return Text("  ").join([*parts, *([Text(f"{format_left(seconds_left)} left", "dim")] if seconds_left else [])])
+
+
+def format_left(seconds: float) -> str:
+    """Return an estimated duration as text, such as "45 s", "12 min" or "3.5 h"."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class ProgressDisplay:

@@ -20,6 +20,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime
@@ -59,6 +60,7 @@ class RunLog:
         self._write_run()
         self._unexpected: Set[str] = set()  # metrics outside their expected range in the last row; each is reported once until it returns
         self._display = ProgressDisplay(self._total_steps)
+        self._first_row: tuple[int, float] | None = None  # step and time of the first row of this launch
         self._trackers = Trackers(self.write_event)
         try:
             self._trackers.start(run["config"].get("log", {}).get("trackers", ()), folder, redact_data(run["config"]), resume_step)
@@ -157,7 +159,10 @@ class RunLog:
         self._append("metrics.jsonl", [row])
         step = int(metrics["step"])
         self._trackers.log({key: float(value) for key, value in metrics.items() if key != "step"}, step)
-        line = progress_line(row, self._total_steps)
+        now = time.monotonic()
+        first_step, first_time = self._first_row = self._first_row or (step, now)
+        left = (now - first_time) / max(step - first_step, 1) * (self._total_steps - step)
+        line = progress_line(row, self._total_steps, left)
         self._display.print_line(line)
         self._display.set_step(step)
         self._write_log(line.plain)

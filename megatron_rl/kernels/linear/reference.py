@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels.batch_invariant import bf16_operands, invariant_matmul
+from megatron_rl.kernels.batch_invariant import bf16_operands, invariant_matmul, multiply_in_parts
 from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, gather_first, wait
 from megatron_rl.kernels.sums import reference as tree
@@ -47,14 +47,14 @@ def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Te
     """Return Q_1x128(dy) . W as `[..., K]` in the dtype of dy `[..., N]`, with the blocks that `fprop` takes."""
     values = round_trip_1x128(dy, scale_format).to(weight.dtype)
     with _exact_operands(values, weight.shape[1], scale_format):
-        return (values @ weight).to(dy.dtype)
+        return multiply_in_parts(values, weight).to(dy.dtype)
 
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return Q_1x128(dy^T) . Q_128x1(x), float32 `[N, K]`, of dy `[T, N]` and x `[T, K]`, both quantized along the tokens."""
     dy_values, x_values = round_trip_128x1(dy, scale_format), round_trip_128x1(x, scale_format)
     with _exact_operands(x_values, x.shape[1], scale_format):
-        return dy_values.t() @ x_values
+        return multiply_in_parts(dy_values.t(), x_values)
 
 
 def _exact_operands(values: torch.Tensor, columns: int, scale_format: str) -> AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from megatron_rl.mcore.weights.load_weights import find_weight_layers, quantize_
 from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
+from megatron_rl.precision.threads import single_threaded
 
 _ROWS = 128  # rows of a strip, a multiple of every block height
 _ELEMENTS, _MIN_STRIPS = 1 << 20, 8  # size of a sample
@@ -64,6 +65,7 @@ class StepResponse:
         self._size = min(max(_ELEMENTS // largest, _MIN_STRIPS), len(self._strips))
         stepped = [entry for part in flatten_chained(optimizer) for entry in iter_stepped(part)]
         self._masters = {id(weight): master for weight, master in stepped}
+        self._held: dict[_Strip, list[tuple[slice, slice]]] = {}
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
@@ -79,7 +81,8 @@ class StepResponse:
         for strip, engine, master in self._sample:
             new_engine, new_master = self._read(strip)
             moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
-            of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
+            with single_threaded():  # the sums are the same with any number of threads
+                of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_full((), moved.numel()), stepped.sum()]).double()
             weight: Any = strip.layer.weight
             is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
             copies = 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()  # tensor-parallel ranks with the whole weight
@@ -93,7 +96,9 @@ class StepResponse:
         """Return (engine values, masters), both float32 [n], in this rank's slice of the weight. Does not wait for the device. This rank's
         slice of the new blocks is valid before the other replicas' slices are gathered."""
         master, engine = self._masters[id(strip.layer.weight)], _read_engine(strip).flatten()
-        held = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
+        if strip not in self._held:
+            self._held[strip] = [*_find_held(strip, master)] or [(slice(0, 0), slice(0, 0))]
+        held = self._held[strip]
         values = master.values.detach()
         return torch.cat([engine[places] for places, _ in held]), torch.cat([values[places] for _, places in held])
 

@@ -175,6 +175,8 @@ def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.Captur
     row = {"step": 7, "reward/mean": 0.5, "mismatch/abs_mean": None, "time/step": 3.0, "time/generate": 2.0, "time/train": 0.75}
     line = "step 7/30  reward 0.500  mismatch/abs_mean NOT FINITE  3.0 s (generate 2.0, train 0.8)"
     assert progress_line(row, 30).plain == line
+    lefts = {44.6: "45 s", 720.0: "12 min", 12_600.0: "3.5 h"}
+    assert [progress_line(row, 30, seconds).plain for seconds in lefts] == [f"{line}  {left} left" for left in lefts.values()]
     sync = {"step": 0, "eval/accuracy": 0.421, "sync/bytes": 2.5e6, "sync/tensors": 4, "sync/proved": 4}
     assert progress_line(sync, 30).plain == "step 0/30  held-out 42.1%  sync 2.5 MB  4/4 tensors, proof ok"
     assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)

@@ -1,5 +1,6 @@
 """The three products of a linear layer against the contract's equations, computed slowly in float64."""
 
+import pytest
 import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
@@ -47,3 +48,18 @@ def test_bf16_values_of_pow2_blocks_are_exact_and_multiply_as_float32_does():
         got, wanted = product(operand, narrow, "pow2").float(), product(operand, exact, "pow2").float()
         assert (got != wanted).float().mean() < 0.01
         assert ((got - wanted).abs() <= 2.0**-7 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300, 1344])
+def test_threads_share_products_with_the_bits_of_one(tokens):
+    x, dy, w = torch.randn(tokens, 256), torch.randn(tokens, 768), torch.randn(768, 256)
+
+    def multiply(threads: int) -> list[torch.Tensor]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return [product(*operands, "pow2") for product, operands in ((fprop, (x, w)), (dgrad, (dy, w)), (wgrad, (dy, x)))]
+        finally:
+            torch.set_num_threads(before)
+
+    assert all(torch.equal(one, several) for threads in (2, 3) for one, several in zip(multiply(1), multiply(threads), strict=True))
