@@ -104,7 +104,7 @@ def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
             zero_centered = model.zero_centered_norms and tensor.role == "norm" and not tensor.name.endswith("linear_attn.norm.weight")
             return torch.zeros(tensor.rows) if zero_centered else torch.ones(tensor.rows)
         scale = tensor.cols**-0.5 if tensor.role == "delta_conv" else config["initializer_range"]
-        return torch.randn((tensor.rows, tensor.cols), generator=generator) * scale
+        return torch.randn(tensor.shape, generator=generator) * scale
 
     return {tensor.name: make(tensor) for tensor in model.tensors().values()}
 
