@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from parallel.shards import HFTensor, Region, Weight, make_weight, take_rows
 
-TARGETS = {"linear_qkv": "qkv_proj", "linear_proj": "o_proj", "linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+TARGETS = {
+    "linear_qkv": "qkv_proj",
+    "linear_proj": "o_proj",
+    "in_proj_qkvz": "in_proj_qkvz",
+    "out_proj": "out_proj",
+    "linear_fc1": "gate_up_proj",
+    "linear_fc2": "down_proj",
+}
 """Maps Megatron's layer names to SGLang's."""
 NAMES = ("lora_A", "lora_B")
 ENGINE_FILE = "adapters/adapters.safetensors"  # adapters in the folder of an engine without a trainer, under the names of their `HFTensor`s

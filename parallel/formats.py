@@ -75,12 +75,11 @@ class TensorFormat:
         return replace(self, scale_format=scale_format) if self.quantized and not self.scale_format else self
 
     def quantization_config(self, unquantized: Sequence[str] = ()) -> dict[str, object]:
-        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `unquantized`: names of linear
-        layers in high precision, which are listed beside those that no model quantizes."""
-        own = {
-            name: (*value, *unquantized) if name == "modules_to_not_convert" else value for name, value in dict(self.quantization).items()
-        }
-        config = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+        """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `unquantized`: names of
+        linear layers in high precision, beside those of every model."""
+        config = {name: list(value) if isinstance(value, tuple) else value for name, value in self.quantization}
+        if isinstance(names := config.get("modules_to_not_convert"), list):
+            names += unquantized
         # "ue8m0" makes the engine's activation scales powers of two as well
         return config | ({"scale_fmt": "ue8m0"} if self.scale_format == "pow2" else {})
 

@@ -203,8 +203,11 @@ class HFConfig:
         if (theta := HFConfig({"rope_theta": theta}).number("rope_theta")) <= 1:  # YaRN divides by its logarithm
             raise GeometryError("config.json rope_theta", theta, "must be greater than 1", CORRECT)
         partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
-        if any_share:  # SGLang reads the field outside of rope_parameters alone
-            self.with_defaults(partial_rotary_factor=partial).require(partial_rotary_factor=partial)
+        if any_share:  # of hybrid families, SGLang reads some fields in rope_parameters alone, others outside of it alone
+            self.with_defaults(partial_rotary_factor=partial, rope_theta=theta).require(partial_rotary_factor=partial)
+            if not settings.fields:
+                whole = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": partial}
+                self.fields["rope_parameters"] = self.defaults["rope_parameters"] = whole
             share = HFConfig(self.fields).number("partial_rotary_factor")
         if partial != share or share > 1:
             raise refuse("partial_rotary_factor", partial, min(share, 1.0))

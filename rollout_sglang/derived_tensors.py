@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,7 +75,15 @@ def _take_part(part: int, rows: torch.Tensor, keys: int, values: int) -> torch.T
     return rows.unflatten(0, (-1, keys + values)).split([keys, values], dim=1)[part]
 
 
+def refresh(model: torch.nn.Module) -> None:
+    """Recompute the derived tensors that SGLang recomputes only when it loads a checkpoint."""
+    for module in model.modules():
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
+
+
 DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "*.gemma_weight": lambda norm: 1.0 + norm.weight.detach(),
     "*.w_kc": partial(_absorbed, 0),
     "*.w_vc": partial(_absorbed, 1),
     "*.w_scale_k": partial(_absorbed_scale, 0),
@@ -95,7 +103,10 @@ class ServedTensors:
     def check(self, model: torch.nn.Module, proved: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Return the number of tensors of each kind. Raise ValueError, by name, for the first tensor that fails its check. `proved`: the
         live tensors whose bytes the sync has proved."""
-        spans, counts = sorted(_span(tensor) for tensor in proved.values() if tensor.numel()), {"proved": 0, "derived": 0, "constant": 0}
+        spans, counts = (
+            _join_spans(_span(tensor) for tensor in proved.values() if tensor.numel()),
+            {"proved": 0, "derived": 0, "constant": 0},
+        )
         for found in find_tensors(model):
             if not found.tensor.numel() or _matches(found.path, SCRATCH):
                 continue
@@ -129,14 +140,24 @@ def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list
     ]
 
 
-def _is_within(spans: list[tuple[int, float]], tensor: torch.Tensor) -> bool:
+def _join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return memory ranges, sorted, with those joined that follow each other: a tensor may be made up of several proved tensors."""
+    joined: list[tuple[int, int]] = []
+    for first, end in sorted(spans):
+        if joined and first <= joined[-1][1]:
+            first, end = joined[-1][0], max(end, joined.pop()[1])
+        joined.append((first, end))
+    return joined
+
+
+def _is_within(spans: Sequence[tuple[int, int]], tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies completely within one of the sorted memory ranges."""
     first, end = _span(tensor)
     place = bisect.bisect_right(spans, (first, float("inf"))) - 1
     return place >= 0 and spans[place][0] <= first and end <= spans[place][1]
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, float]:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -39,6 +39,9 @@ from rollout_sglang.server_options import find_sglang_folder, make_arguments
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
+_WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
+"""Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
+_STATES_PER_REQUEST = 3  # recurrent states in SGLang's pool for each running request, its own and those of cached prefixes
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
@@ -128,6 +131,8 @@ def make_server_arguments(
     else:
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
+        states = _STATES_PER_REQUEST if rollout.enable_prefix_caching else 1
+        options["max-mamba-cache-size"] = states * rollout.max_running_requests  # other models have no states
         flags.append("disable-overlap-schedule")
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
@@ -135,7 +140,8 @@ def make_server_arguments(
 
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
-    contracted = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
+    contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
+    contracted |= {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.decoder import LayerPrecision, Operator
+from megatron_rl.precision.graph.decoder import DECAY, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, dtype_name, unquantized_format
 from parallel.adapters import NAMES
@@ -47,18 +47,31 @@ class _Reader(Reader):
         return self.connect({number: self.read_layer(layer) for number, layer in enumerate(stack.layers)}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
-        attention, mlp = layer.self_attn, layer.mlp
-        operators, logits = self.read_modules(layer), None
-        if hasattr(attention, "kv_b_proj"):
-            operators = self.absorb_latents(attention, operators)
-        elif not hasattr(attention, "qkv_proj"):
-            raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
+        mlp, operators, logits = layer.mlp, self.read_modules(layer), None
         if hasattr(mlp, "experts"):
             operators |= self.read_experts(mlp)
             method = type(getattr(mlp.gate, "quant_method", None)).__name__
             logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(mlp.gate.weight)  # hooks.fp32_router
-        residual, cache = self.read_residual(layer.input_layernorm), self.read_cache(attention)
-        return LayerPrecision(operators, residual, cache, type(self.runner.attn_backend).__name__, logits)
+        residual = self.read_residual(layer.input_layernorm)
+        if (delta_net := getattr(layer, "linear_attn", None)) is not None:
+            return LayerPrecision(operators | self.read_delta(delta_net), residual, None, logits=logits)
+        attention = getattr(layer, "self_attn", layer)  # in hybrid families, the layer owns the parts of its attention
+        if hasattr(attention, "kv_b_proj"):
+            operators = self.absorb_latents(attention, operators)
+        elif not hasattr(attention, "qkv_proj"):
+            raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
+        cache, backend = self.read_cache(attention), type(e4m3_cache.get_attention_backend(self.runner.attn_backend)).__name__
+        return LayerPrecision(operators, residual, cache, backend, logits, getattr(attention, "attn_output_gate", False))
+
+    def read_delta(self, delta_net: Any) -> dict[str, Operator]:
+        """Read the convolution and the delta rule, whose windows and states lie in a pool between two passes."""
+        if not hasattr(delta_net, "in_proj_qkvz"):
+            raise ValueError(f"the precision graph does not know the engine's attention {type(delta_net).__name__}")
+        pool = self.runner.req_to_token_pool.mamba_pool.mamba_cache
+        windows, states = (TensorPrecision(dtype_name(tensor.dtype)) for tensor in (pool.conv[0], pool.temporal))
+        rule = Operator({"x": self.hidden, "gates": self.hidden, "state": states}, type(delta_net).__name__)
+        decay = {name: self.read_tensor(getattr(delta_net, name)) for name in DECAY}
+        return {"attention.conv": self.read_weighted(delta_net.conv1d, windows), "attention.delta": rule.with_inputs(**decay)}
 
     def read_residual(self, norm: Any) -> TensorPrecision:
         dtype = getattr(norm, "override_orig_dtype", None)
@@ -80,7 +93,7 @@ class _Reader(Reader):
         attentions = [attention.attn_mqa, attention.attn_mha] if hasattr(attention, "kv_b_proj") else [attention.attn]
         for scale in (scale for core in attentions for scale in (core.k_scale, core.v_scale)):
             self.read_tensor(scale)
-        pool, scales = self.runner.token_to_kv_pool, getattr(attentions[0], "kv_scales", None)
+        pool, scales = e4m3_cache.get_attention_pool(self.runner.token_to_kv_pool), getattr(attentions[0], "kv_scales", None)
         dtype = dtype_name(pool.dtype)
         if pool.dtype.itemsize > 1:
             return TensorPrecision(dtype)
@@ -96,6 +109,8 @@ class _Reader(Reader):
         sides = {"gate_up": "w13_weight", "down": "w2_weight"}
         operators = {f"mlp.experts.{side}": self.read_linear(experts, weight_name=weight) for side, weight in sides.items()}
         operators = {name: replace(operator, count=gate.weight.shape[0]) for name, operator in operators.items()}
+        if (score := getattr(moe, "shared_expert_gate", None)) is not None:
+            operators["mlp.shared_experts.score"] = self.read_weighted(score)
         return {"mlp.router": router.with_inputs(bias=self.read_tensor(getattr(gate, "e_score_correction_bias", None))), **operators}
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, weight_name: str = "weight") -> Operator:
@@ -103,7 +118,7 @@ class _Reader(Reader):
         weight, method, path = getattr(module, weight_name), type(module.quant_method).__name__, self.names[id(module)]
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantization method {method}")
-        by_tree = weight_name == "w2_weight" or path.endswith(("o_proj", "down_proj"))  # ranks hold columns of these weights
+        by_tree = weight_name == "w2_weight" or path.endswith(("o_proj", "out_proj", "down_proj"))  # ranks hold columns of these weights
         by_tree = by_tree and tree_reduction.is_summed_by_tree(module.quant_method)
         operator = replace(self.read_weighted(module, x, weight), detail=f"{type(module).__name__}, {method}", by_tree=by_tree)
         adapter, _ = (self.read_tensor(getattr(module, weight_name.removesuffix("weight") + name, None)) for name in NAMES)

@@ -46,7 +46,7 @@ from parallel.formats import FP8, INT8
 from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link
 from rollout_sglang import precision_graph
-from rollout_sglang.derived_tensors import ServedTensors
+from rollout_sglang.derived_tensors import ServedTensors, refresh
 from rollout_sglang.hooks import dequant_cache, e4m3_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
@@ -54,6 +54,7 @@ PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
+_CONVOLUTION = "conv1d.weight"
 _released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 MAX_RECORDED_BYTES = 1 << 30  # recording stops before it would exceed them
@@ -120,6 +121,7 @@ class RankHandler:
                 if (digests := self._get_receiver().finish(live_tensors(model), request["hashing"])) is None:
                     return {PENDING: ""}
                 dequant_cache.clear_cache()  # the next values must be computed from the bytes just written
+                refresh(model)
                 return _number(digests)
             case verb:
                 raise ValueError(f"unknown verb {verb!r}")
@@ -140,6 +142,9 @@ class RankHandler:
         allocator, receiver = runner.token_to_kv_pool_allocator, self._get_receiver()
         if cached := allocator.size - allocator.available_size():
             return {"wrong": f"the KV cache was not flushed: it holds {cached} tokens of the previous weights"}
+        states = getattr(runner.req_to_token_pool, "mamba_allocator", None)
+        if states is not None and (cached := states.size - states.available_size()):
+            return {"wrong": f"recurrent states were not flushed: {cached} slots hold states of the previous weights"}
         assert self._served is not None
         live = live_tensors(runner.model)
         try:
@@ -184,9 +189,10 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights that a model serves from, by name. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU) are
-    transposed back. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
+    transposed back; those of a convolution of single channels `[channels, 1, taps]` are matrices. Shared parameters appear once. SGLang's
+    own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
     return {
-        name: _by_rows(parameter.detach())
+        name: _by_rows(parameter.detach().squeeze(1) if name.endswith(_CONVOLUTION) else parameter.detach())
         for name, parameter in model.named_parameters()
         if parameter.dim() > 0 or not name.endswith((".k_scale", ".v_scale"))
     }
@@ -214,11 +220,15 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
 
 
 def release_cache(pool: Any) -> None:
-    """Free the memory of SGLang's KV cache `pool` on a CPU, where SGLang's own way does not work. The tensor objects stay, with resized
-    storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of cache."""
-    tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(pool, name, None) or ()]
+    """Free the memory of SGLang's KV cache `pool`, and of recurrent states, on a CPU, where SGLang's own way does not work. The tensor
+    objects stay, with resized storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of
+    cache."""
+    attention = e4m3_cache.get_attention_pool(pool)
+    tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(attention, name, None) or ()]
     if not tensors:
-        raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_KV_BUFFERS)}")
+        raise ValueError(f"the KV cache {type(attention).__name__} has none of {', '.join(_KV_BUFFERS)}")
+    if attention is not pool:
+        tensors += [*pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal]
     for storage in (tensor.untyped_storage() for tensor in tensors):
         if storage.nbytes():  # not yet released: keys and values may share one storage
             _released[storage] = storage.nbytes()

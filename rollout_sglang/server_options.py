@@ -29,7 +29,7 @@ GROUPS = {
     "ExecKernel": _OTHER_KERNELS,
     "ExecMoe": _OTHER_KERNELS,
     "ExecDeterministic": _OTHER_KERNELS,
-    "ExecMamba": "is for layers that the trainer does not support",
+    "ExecMamba": "changes the kernels or the format of recurrent states, which the precision contract fixes",
     "ExecDllm": "is for models that do not sample token by token",
     "ExecFeatures": _UNTESTED,
     "ExecOverlap": _UNTESTED,

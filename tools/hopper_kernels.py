@@ -112,6 +112,27 @@ def launch_all() -> None:
             vocabulary_triton.summarize_rows(logits, targets, temperature)
             vocabulary_triton.differentiate_rows_(logits, targets, sums, sums, temperature)
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
+    launch_gated_delta()
+
+
+def launch_gated_delta() -> None:
+    """Launch the kernels of gated delta nets, forward and backward, for the widths of published models and a share of their heads."""
+    from megatron_rl.kernels.gated_delta import gates_triton
+    from megatron_rl.kernels.gated_delta import triton as gated_delta_triton
+    from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
+
+    for dtype, heads in itertools.product((torch.bfloat16, torch.float32), (DeltaHeads(16, 32, 128, 128), DeltaHeads(4, 16, 128, 128))):
+        channels, row = sum(heads.widths), torch.zeros(70, sum(heads.widths), dtype=dtype)
+        vectors = torch.zeros(heads.v).requires_grad_(), torch.zeros(heads.v)
+        weights, gates = DeltaWeights(torch.zeros(channels, 4, dtype=dtype), *vectors, heads), torch.zeros(70, heads.v, dtype=dtype)
+        gated_delta_triton.attend(weights, row, gates, gates, [69, 1]).sum().backward()
+        states = torch.zeros(70, heads.v, heads.k_dim, heads.v_dim)
+        gated_delta_triton.advance(weights, row, gates, gates, [1] * 70, torch.zeros(70, channels, 3, dtype=dtype), states)
+        x, weight = torch.zeros(70, heads.v, heads.v_dim, dtype=dtype).requires_grad_(), torch.zeros(heads.v_dim, dtype=dtype)
+        gates_triton.gate_norm(x, x, weight, 1e-6).sum().backward()
+        for width in (4096, 1):
+            x = torch.zeros(70, 4096, dtype=dtype).requires_grad_()
+            gates_triton.gate(x, x[:, :width].detach()).sum().backward()
 
 
 def find_kernels(root: Path = ROOT) -> set[str]:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config
-from megatron_rl.cost.weights import count_kv_bytes_per_token
+from megatron_rl.cost.weights import count_kv_bytes_per_token, count_state_bytes_per_request
 from megatron_rl.cost.workload import Workload
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from parallel.mtp_layers import list_mtp_tensors
+from parallel.wrappers import unwrap
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "configs" / "published_models.jsonl"
@@ -30,9 +31,10 @@ Made by `python tools/published_models.py` from the [config.json files](../../co
 rules of `megatron-rl plan`. No weights were read. The fields come from copies of the files in public repositories, or were written from
 their published values; nested sections of refused models are left out. *Published*: the bytes in the checkpoint's safetensors index, two
 for each parameter, or the number of parameters that the model card or the hub names. Each agrees with the counted *parameters*, which
-exclude layers for multi-token prediction (MTP). *KV cache*: bytes per token of all layers in BF16, with `rollout.tp = 1`.
+exclude layers for multi-token prediction (MTP) and vision towers. *Cache*: bytes per token of all layers in BF16, and the size of the
+states of gated delta nets per request, with `rollout.tp = 1`.
 
-| model | family | parameters | published | KV cache | checkpoint |
+| model | family | parameters | published | cache | checkpoint |
 |---|---|---|---|---|---|
 {supported}
 
@@ -54,7 +56,7 @@ def describe(line: dict[str, Any]) -> Row:
     """Return the table row of a model. Raise RunError if its published size differs from the counted one."""
     name, config, published = line["model"], line["config"], line.get("published", "")
     try:
-        job = Workload.from_config(_CONFIG, config)
+        job = Workload.from_config(_CONFIG, unwrap(config))
     except UserError as error:
         return Row(name, (), str(error))
     parameters = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values())
@@ -62,8 +64,9 @@ def describe(line: dict[str, Any]) -> Row:
     if published and not _agrees(published, parameters, mtp):
         raise RunError(f"{name} has {parameters} parameters and {mtp} of MTP layers, but {published} are published")
     format = find_checkpoint_format(config)
-    kv = count_kv_bytes_per_token(job, 1)
-    return Row(name, (f"`{job.model.family}`", f"{parameters:,}", published, f"{kv:,}", format.name.upper() if format else "BF16"))
+    kv, states = count_kv_bytes_per_token(job, 1), count_state_bytes_per_request(job, 1)
+    cache = f"{kv:,} + {states / 2**20:.1f} MiB" if states else f"{kv:,}"
+    return Row(name, (f"`{job.model.family}`", f"{parameters:,}", published, cache, format.name.upper() if format else "BF16"))
 
 
 def _agrees(published: str, parameters: int, mtp: int) -> bool:

@@ -18,11 +18,12 @@ class LoraConfig(ConfigSection):
     """Number of rows of A and columns of B."""
     alpha: float = Field(32.0, gt=0)
     """Numerator of the adapter scale, alpha / rank."""
-    targets: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = Field(
+    targets: tuple[Literal["linear_qkv", "linear_proj", "in_proj_qkvz", "out_proj", "linear_fc1", "linear_fc2"], ...] = Field(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), min_length=1
     )
     """Megatron layers that get an adapter, including those of experts and shared experts. PEFT's names: `linear_qkv` is q_proj, k_proj and
-    v_proj; `linear_proj` is o_proj; `linear_fc1` is gate_proj and up_proj; `linear_fc2` is down_proj."""
+    v_proj; `linear_proj` is o_proj; `linear_fc1` is gate_proj and up_proj; `linear_fc2` is down_proj. Gated delta nets have `in_proj_qkvz`,
+    which is in_proj_qkv and in_proj_z in Qwen3.5, and `out_proj`."""
 
     @property
     def scale(self) -> float:

@@ -55,11 +55,11 @@ def align_config(hf_config: Mapping[str, Any], alignment: Alignment) -> dict[str
         shared = model.experts.shared_ffn // model.experts.ffn  # shared experts are this many times as wide, and sharded over tp
         config["moe_intermediate_size"] = _round_up(model.experts.ffn, math.lcm(block * etp, block * tp // math.gcd(block * tp, shared)))
     for kind in dict.fromkeys(model.attention):
-        if not isinstance(kind, SoftmaxAttention | LatentAttention):
+        if not kind.can_widen:
             raise GeometryError("--align", block, f"cannot widen {kind.module}, which {model.family} has", "leave it out")
         if isinstance(kind, SoftmaxAttention):
             config["head_dim"] = kind.head_dim
-        elif kind.q_rank:
+        elif isinstance(kind, LatentAttention) and kind.q_rank:
             config["q_lora_rank"] = _round_up(kind.q_rank, block)
     config |= _add_groups(model, config, block, tp)
     heads = _count_heads(model)[0]

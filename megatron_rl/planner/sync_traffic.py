@@ -76,7 +76,7 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> tuple
     counts = {str(layer): count for layer, count in enumerate(count_layer_kinds(job.model, candidate.train, stage))}
     counts |= {"embed_tokens": int(stage == 0), "norm": last, "lm_head": last}
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
-        parts = transfer.tensor.removeprefix("model.").split(".")
+        parts = transfer.tensor.removeprefix(job.model.prefix).split(".")
         if count := counts[parts[1] if parts[0] == "layers" else parts[0]]:
             link = stage * width + transfer.source_rank, gpu_of[transfer.target_rank]
             whole[link] += count * transfer.nbytes

@@ -120,7 +120,8 @@ def engine_can_shard_the_model(facts: Facts) -> None:
 def _suggest_export(error: GeometryError, facts: Facts) -> GeometryError:
     """Return the error. If padded matrices would solve it, add the `export` command that pads them."""
     block = facts.contract.engine_format.block
-    if block is None or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
+    widens = all(kind.can_widen for kind in facts.model.attention)
+    if block is None or not widens or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
         return error
     trainer, engine = facts.layout, facts.engine
     sizes = {"--tensor-parallel": math.lcm(trainer.tp, engine.tp)}

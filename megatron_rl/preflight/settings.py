@@ -12,6 +12,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.formats import SERVED_METHODS
 from parallel.model_geometry import ModelGeometry, as_critic
+from parallel.mtp_layers import can_train_mtp
 
 _CORRECT_OFF_POLICY = 'set algorithm.correction = "tis", or algorithm.old_policy = "engine"'
 
@@ -264,6 +265,9 @@ def mtp_layers_can_be_trained(facts: Facts) -> None:
     if factor and not facts.model.mtp_layers:
         rule = f"trains multi-token prediction layers, but this {facts.model.family} model has none (num_nextn_predict_layers)"
         raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out")
+    if factor and not can_train_mtp(facts.model):
+        rule = f"trains multi-token prediction layers, which is not supported for {facts.model.family}"
+        raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out to keep the layers unchanged")
     if factor and facts.model.tied:
         rule = "trains multi-token prediction layers, which is not supported if the output layer is tied to the embedding"
         raise UserError("train.mtp_loss_scaling_factor", factor, rule, "leave it out to keep the layers unchanged")

@@ -19,6 +19,8 @@ class AttentionKind:
     """Name of the layer's module in checkpoints."""
     has_cache_by_position: ClassVar[bool] = True
     """Whether an engine caches keys and values of each token. If not, it keeps a state of constant size for each request."""
+    can_widen: ClassVar[bool] = True
+    """Whether heads whose weights are zero can be added (`megatron_rl.hf.align`)."""
     unquantized_modules: ClassVar[tuple[str, ...]] = ()
     """Names of linear layers in high precision, in checkpoints and in SGLang."""
     rope: Rope | None = None

@@ -26,6 +26,7 @@ class GatedDeltaNet(AttentionKind):
 
     module: ClassVar[str] = "linear_attn"
     has_cache_by_position: ClassVar[bool] = False
+    can_widen: ClassVar[bool] = False
     unquantized_modules: ClassVar[tuple[str, ...]] = ("in_proj_ba", "in_proj_b", "in_proj_a", "conv1d")
 
     @property
@@ -56,7 +57,7 @@ class GatedDeltaNet(AttentionKind):
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        return ()
+        return ("in_proj_qkvz", "out_proj")
 
     @property
     def moved_heads(self) -> int:

@@ -69,6 +69,6 @@ def _read_delta_net(config: HFConfig, grouped: bool) -> GatedDeltaNet:
         v_heads=v_heads,
         k_dim=config.size("linear_key_head_dim"),
         v_dim=config.size("linear_value_head_dim"),
-        taps=config.size("linear_conv_kernel_dim", least=2),
+        taps=config.size("linear_conv_kernel_dim"),
         grouped=grouped,
     )

@@ -58,9 +58,19 @@ def check_copies(model: torch.nn.Module) -> None:
                 raise ValueError(f"{path}.{name} is {float(scale)}, not 1: kernels would multiply by it in addition to {path}.kv_scales")
 
 
+def get_attention_pool(pool: Any) -> Any:
+    """Return the pool of keys and values within SGLang's KV cache `pool`, which may also hold recurrent states."""
+    return getattr(pool, "full_kv_pool", pool)
+
+
+def get_attention_backend(backend: Any) -> Any:
+    """Return the backend of softmax attention within SGLang's attention backend."""
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def check_backend(backend: Any) -> None:
     """Raise ValueError if an attention backend rounds more than keys and values."""
-    name = type(backend).__name__
+    name = type(get_attention_backend(backend)).__name__
     if scales_by_layer() and name not in _BACKENDS:
         raise ValueError(f"SGLang's {name} is not known to leave queries and probabilities unquantized with an E4M3 cache")
 
@@ -101,8 +111,10 @@ def set_keys_and_values(
     """Wrap `MHATokenToKVPool.set_kv_buffer`: store keys and values `[tokens, heads, d]` in their slots."""
     if not stores_e4m3():
         return original(self, layer, place, keys, values, *args, **named)
-    _refuse_options(*args, *named.values())
-    number = layer.layer_id - self.start_layer
+    number = named.pop("layer_id_override", None)  # of the hybrid pool, which passes its scales of 1 too
+    if number is None:
+        number = layer.layer_id - self.start_layer
+    _refuse_options(*(value for value in (*args, *named.values()) if value != 1.0))
     for buffer, rows in ((self.k_buffer[number], keys), (self.v_buffer[number], values)):
         buffer[place.loc] = kv_cache.pack(rows) if stores_scales() else rows.to(torch.float8_e4m3fn).view(torch.uint8)
 

@@ -13,6 +13,8 @@ _ENGINE_VARIABLE = "MEGATRON_RL_ENGINE"  # environment variable of this project'
 
 _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 _BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
+_DELTA_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend."
+_DELTA_SPLIT = "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat"
 _COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
 _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
@@ -41,9 +43,12 @@ def _list_hooks() -> list[Hook]:
         (_ATTENTION + "__init__", e4m3_cache.add_scales, "AROUND"),
         (_ATTENTION + "forward", e4m3_cache.attend_in_units, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
+        ("sglang.srt.models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
+        ("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
+        ("sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
         ("sglang.srt.managers.load_snapshot.shm_path_for", startup.place_load_file, "REPLACE"),
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", startup.make_up_weights, "AROUND"),
@@ -78,7 +83,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_gated_delta, cpu_kernels, cpu_moe, e4m3_cache, fp32_router, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -115,6 +120,16 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_kernels.dequantize_kv_b, "REPLACE"),
         ("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", cpu_kernels.keep_heads, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),
+        (_DELTA_SPLIT + "_contiguous", cpu_gated_delta.split_contiguous, "REPLACE"),
+        (_DELTA_SPLIT, cpu_gated_delta.split_grouped, "REPLACE"),
+        ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", cpu_gated_delta.gate_norm, "REPLACE"),
+        ("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", cpu_gated_delta.gate_norm, "REPLACE"),
+        ("sglang.srt.layers.layernorm.GemmaRMSNorm.forward_native", cpu_gated_delta.apply_zero_centered_norm, "REPLACE"),
+        ("sglang.srt.models.qwen3_next.Qwen3HybridAttentionDecoderLayer.self_attention", cpu_gated_delta.attend_with_gate, "REPLACE"),
+        ("sglang.srt.models.qwen3_5.Qwen3_5AttentionDecoderLayer.self_attention", cpu_gated_delta.attend_with_gate, "REPLACE"),
+        ("sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", cpu_gated_delta.add_gated_shared_expert, "REPLACE"),
+        (_DELTA_BACKEND + "forward_extend", cpu_gated_delta.extend, "REPLACE"),
+        (_DELTA_BACKEND + "forward_decode", cpu_gated_delta.decode, "REPLACE"),
     ]
 
 

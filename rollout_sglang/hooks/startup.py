@@ -56,6 +56,12 @@ def set_latent_epsilon(original: Callable[..., None], self: Any, *args: Any, **n
             norm.variance_epsilon = LATENT_NORM_EPS
 
 
+def widen_decay(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap the constructors of gated delta nets: `dt_bias` is float32, as in the trainer, in a BF16 model too. A_log already is."""
+    original(self, *args, **named)
+    self.dt_bias.data = self.dt_bias.data.float()
+
+
 def keep_int8_layout(self: Any, layer: Any) -> None:
     """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()

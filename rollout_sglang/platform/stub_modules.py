@@ -1,15 +1,23 @@
-"""Stub modules for `triton` and `torchvision`, which SGLang imports but a CPU engine does not use. Every attribute of a stub is a stub too.
-Stubs are false and empty, and launching a kernel through one raises. `install()` must run before the first import of sglang in every
-process. It replaces no installed package; `replace` does so for rehearsals."""
+"""Stub modules for `triton` and `torchvision`, which SGLang imports but a CPU engine does not use. Every attribute of a stub is a stub too,
+except for `HOST_FUNCTIONS`. Stubs are false and empty, and launching a kernel raises an error that names it. `install()` must run before
+the first import of sglang in every process. It replaces no installed package; `replace` does so for rehearsals."""
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 _NAMES = ("triton", "torchvision")
+_KERNEL_DECORATORS = ("triton.jit",)
+HOST_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "triton.cdiv": lambda x, y: -(-x // y),
+    "triton.next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
+}
+"""Functions that SGLang also calls outside of kernels, with integers."""
 
 
 class _ClassMeta(type):
@@ -26,6 +34,26 @@ class _Base(metaclass=_ClassMeta):
         super().__init_subclass__()
 
 
+class _Kernel:
+    """A kernel's Python function. Launching it, `kernel[grid](...)`, raises RuntimeError."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def __getitem__(self, _: Any) -> Any:
+        return _refuse_launch(f"{self.__module__}.{self.__wrapped__.__qualname__}")  # type: ignore[attr-defined]
+
+
+def _refuse_launch(kernel: str) -> Callable[..., None]:
+    def launch(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"the kernel {kernel} cannot run: its package is not installed")
+
+    return launch
+
+
 class _StubModule(types.ModuleType):
     """A module whose every attribute is a stub: a class if its name is capitalized, otherwise a module."""
 
@@ -39,6 +67,8 @@ class _StubModule(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         full_name = f"{self.__name__}.{name}"
+        if (function := HOST_FUNCTIONS.get(full_name)) is not None:
+            return function
         if full_name in sys.modules or not name[:1].isupper():
             return importlib.import_module(full_name)
         value = _ClassMeta(name, (_Base,), {"__module__": self.__name__})
@@ -47,13 +77,11 @@ class _StubModule(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Act as a decorator, with or without arguments."""
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda function: function
+        decorate = _Kernel if self.__name__ in _KERNEL_DECORATORS else lambda function: function
+        return decorate(args[0]) if len(args) == 1 and callable(args[0]) and not kwargs else decorate
 
     def __getitem__(self, _: Any) -> Any:
-        def launch(*_: Any, **__: Any) -> None:
-            raise RuntimeError(f"the kernel {self.__name__} cannot run: its package is not installed")
-
-        return launch
+        return _refuse_launch(self.__name__)
 
     # without these three methods, torch's search for triton under tensor parallelism never ends
     def __contains__(self, _: Any) -> bool:

@@ -34,6 +34,8 @@ CASES = {
     "qwen3_moe": Layout(dp=2, ep=2, pp=2),
     "deepseek_v3": Layout(tp=2),
     "glm4": Layout(tp=2),
+    "qwen3_5_text": Layout(tp=2),
+    "qwen3_next": Layout(tp=2, pp=2, ep=2, etp=1),
 }
 _FILE_BYTES = 1 << 17
 

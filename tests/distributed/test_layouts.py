@@ -44,6 +44,9 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
         "six_layers": lambda: model_folder("qwen3", num_hidden_layers=6),
         "deep_moe": lambda: model_folder("qwen3_moe"),
         "qwen3_moe": lambda: model_folder("qwen3_moe", **two_layers, mlp_only_layers=[0]),
+        "hybrid": lambda: model_folder("qwen3_5_text"),  # gated delta nets and gated attention by turns
+        "hybrid_moe": lambda: model_folder("qwen3_5_moe_text", **two_layers),
+        "next": lambda: model_folder("qwen3_next"),
         **{name: lambda name=name: model_folder(name, **two_layers) for name in PLAIN},
     }
 
@@ -51,6 +54,8 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
 CASES = [
     ("tp2", "untied", "fp8"),
     ("tp2", "qwen3_moe", "fp8"),  # two ranks split every expert
+    ("tp2", "hybrid", "fp8"),
+    ("dp2 ep2", "hybrid_moe", "fp8"),
     ("tp4", "llama", "fp32"),
     ("tp4 ep2 etp2", "qwen3_moe", "fp32"),
     ("tp4 ep4 etp1", "qwen3_moe_raw_weights", "fp32"),
@@ -69,6 +74,8 @@ CASES = [
     ("pp2 vpp2", "deep", "fp32"),
     ("tp2 cp2", "deep", "fp8"),
     ("pp2 vpp2 dp2", "deep", "fp8"),
+    ("cp2", "hybrid", "fp32"),
+    ("tp2 ep2 etp1", "next", "fp32"),
 ]
 LONG_CASES = [
     *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "pp2 dp2", "cp2")),
@@ -90,6 +97,10 @@ LONG_CASES = [
     ("pp2 vpp2 cp2 dp2", "deep", "fp8"),
     ("tp2 cp2 dp2 ep2 etp1", "deep_moe", "fp32"),
     ("pp2 vpp2 last_stage_layers4", "six_layers", "fp32"),
+    *((name, "hybrid", "fp32") for name in ("tp2", "tp4", "tp2 pp2 vpp2 cp2")),
+    *((name, "hybrid", "fp8") for name in ("tp2 cp2", "pp2 vpp2", "cp2 dp2")),
+    ("tp2", "hybrid", "fp32_kv"),
+    *((name, "next", "fp32") for name in ("tp4 ep2 etp2", "tp2 pp2 ep2 etp1", "dp2 ep2 pp2", "cp2 dp2 ep2")),
 ]
 
 

@@ -108,12 +108,15 @@ CASES = {
     "norms behind layers": ("glm4", Layout(tp=2), FP32),
     "sums of rounded parts": ("qwen3_moe", Layout(tp=2, etp=2), FAST),
     "pp, cp and ep": ("qwen3_moe", Layout(pp=2, cp=2, ep=2), FP32),
+    "gated delta nets": ("qwen3_5_text", Layout(tp=2), FP32),
+    "grouped by key head": ("qwen3_next", Layout(tp=2, ep=2, etp=1), FP32),
 }
 _LONG = ("replicas of experts", "pp, cp and ep")
 
 
 def targets(model):
-    return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + FC}
+    delta_nets = ("in_proj_qkvz", "out_proj") if model in ("qwen3_5_text", "qwen3_next") else ()
+    return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + delta_nets + FC}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LONG)) for case in CASES])

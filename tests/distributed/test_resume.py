@@ -162,11 +162,14 @@ def test_a_run_of_several_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(
         pytest.param("deep", Layout(tp=2, cp=2), Layout(), marks=pytest.mark.long),
         ("deep", Layout(pp=2, first_stage_layers=3), Layout()),
         pytest.param("experts", Layout(ep=2, dp=2, pp=2), Layout(dp=2), marks=pytest.mark.long),
+        ("hybrid", Layout(tp=2), Layout(pp=2)),
+        pytest.param("hybrid", Layout(tp=2, cp=2), Layout(), marks=pytest.mark.long),
     ],
-    ids=["cp", "pp", "experts"],
+    ids=["cp", "pp", "experts", "delta nets", "delta nets, cp"],
 )
 def test_context_ranks_unequal_stages_and_experts_load_into_another_layout(worlds, model_folder, deep, tmp_path, model, layout, other):
-    folder = deep if model == "deep" else model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    name, changes = {"experts": ("qwen3_moe", {"mlp_only_layers": [0]}), "hybrid": ("qwen3_5_text", {})}.get(model, ("", {}))
+    folder = deep if model == "deep" else model_folder(name, num_hidden_layers=2, **changes)
     worlds(layout.world_size).call(training_runs.train_to, folder, tmp_path, 1, FP8, False, layout)
     expected = worlds(layout.world_size).call(load_in, folder, tmp_path, FP8, layout)[0]
     assert_same_state(expected, worlds(other.world_size).call(load_in, folder, tmp_path, FP8, other)[0])

@@ -21,6 +21,7 @@ CASES = [
     (Layout(tp=2, pp=2), "qwen3", FP8),
     (Layout(dp=2, ep=2), "qwen3_moe", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=1), "deepseek_v3", FP8),
+    (Layout(tp=2), "qwen3_5_text", FP8),
 ]
 LONG = [
     (Layout(tp=2, dp=2, ep=4, etp=1), "qwen3_moe", FAST),
@@ -29,6 +30,8 @@ LONG = [
     (Layout(tp=2, cp=2), "qwen3", FP8),
     (Layout(tp=2), "glm4", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8),
+    (Layout(tp=2, ep=2, etp=1), "qwen3_next", FP8),
+    (Layout(dp=2, ep=2), "qwen3_5_moe_text", BF16),
 ]
 
 
@@ -66,6 +69,8 @@ def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare,
     [
         *((Layout(tp=2), "qwen3", FP8 | {"high": high}, how) for high, how in (("fp32", "full"), ("bf16", "selective"))),
         (Layout(), "qwen3_moe", FP32, "full"),
+        (Layout(tp=2), "qwen3_5_text", FP8, "full"),
+        (Layout(dp=2, ep=2), "qwen3_next", BF16, "selective"),
         (Layout(dp=2, ep=2, pp=2), "qwen3_moe", FP32, "selective"),  # several micro-batches wait for their backward pass
     ],
 )

@@ -68,6 +68,43 @@ PUBLISHED = {  # widths of the models' own config.json files; written here again
 }
 
 
+def hybrid_config(family, layers, hidden, heads, kv_heads, value_heads, **more):
+    """Return a wrapper's config.json with the fields of Qwen3.5 that matter; `family` is that of the wrapper."""
+    rope = {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    text = {
+        **{"model_type": f"{family}_text", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
+        **{"num_key_value_heads": kv_heads, "head_dim": 256, "attn_output_gate": True, "attention_bias": False, "hidden_act": "silu"},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        **{"linear_conv_kernel_dim": 4, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "vocab_size": 248320},
+        **{"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4), "mlp_only_layers": [], "dtype": "bfloat16"},
+        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
+        **{"rope_parameters": rope | {"mrope_interleaved": True}, "tie_word_embeddings": False},
+    }
+    name = "".join(part.capitalize() for part in family.split("_")).replace("Qwen35", "Qwen3_5")
+    own = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": family, "image_token_id": 248056}
+    return own | {"tie_word_embeddings": False, "vision_config": {"depth": 27}, "text_config": text | more}
+
+
+def _experts(count, top_k, ffn):
+    return {"num_experts": count, "num_experts_per_tok": top_k, "moe_intermediate_size": ffn, "shared_expert_intermediate_size": ffn}
+
+
+_NEXT = {name: value for name, value in hybrid_config("qwen3_5", 48, 2048, 16, 2, 32)["text_config"].items() if "rope" not in name}
+_NEXT = {
+    name: value for name, value in _NEXT.items() if name not in ("mtp_num_hidden_layers", "layer_types", "mtp_use_dedicated_embeddings")
+}
+HYBRIDS = {
+    "Qwen3.5-9B": hybrid_config("qwen3_5", 32, 4096, 16, 4, 32, intermediate_size=12288),
+    "Qwen3.6-27B": hybrid_config("qwen3_5", 64, 5120, 24, 4, 48, intermediate_size=17408),
+    "Qwen3.5-35B-A3B": hybrid_config("qwen3_5_moe", 40, 2048, 16, 2, 32, **_experts(256, 8, 512)),
+    "Qwen3.5-122B-A10B": hybrid_config("qwen3_5_moe", 48, 3072, 32, 2, 64, **_experts(256, 8, 1024)),
+    "Qwen3-Next-80B-A3B": _NEXT
+    | {"model_type": "qwen3_next", "vocab_size": 151936, "intermediate_size": 5120, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    | {"rope_theta": 10000000, "partial_rotary_factor": 0.25, "rope_scaling": None, **_experts(512, 10, 512)},
+}
+PUBLISHED |= HYBRIDS
+
+
 @cache
 def published_model(name):
     return ModelGeometry.from_hf_config(PUBLISHED[name])

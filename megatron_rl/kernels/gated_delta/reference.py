@@ -57,6 +57,10 @@ def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch
         lengths: Tokens of each sequence; they add up to t.
     """
     lengths = _check(weights, mixed, a, b, lengths)
+    if mixed.is_cuda:
+        from megatron_rl.kernels.gated_delta import triton
+
+        return triton.attend(weights, mixed, a, b, lengths)
     windows = mixed.new_zeros(len(lengths), mixed.shape[1], weights.conv.shape[1] - 1)
     x = _Convolution.apply(mixed, weights.conv, windows, lengths)
     return Scan.apply(lengths, *_prepare(weights, x, a, b)).to(mixed.dtype)
@@ -76,6 +80,10 @@ def advance(
     """
     lengths = _check(weights, mixed, a, b, lengths)
     _check_states(weights, mixed, len(lengths), windows, states)
+    if mixed.is_cuda:
+        from megatron_rl.kernels.gated_delta import triton
+
+        return triton.advance(weights, mixed, a, b, lengths, windows, states)
     states, taps = states.clone(), _find_taps(lengths, weights.conv.shape[1])
     rows = _append_windows(mixed, windows)
     inputs = _prepare(weights, _convolve(rows, weights.conv, taps.tokens)[0].to(mixed.dtype), a, b)
@@ -187,6 +195,10 @@ def _normalize(x: torch.Tensor) -> torch.Tensor:
 
 def gate_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return rms_norm(x) weight silu(z) `[..., v_dim]`, computed in float32 and rounded once, with gradient. `weight` is `[v_dim]`."""
+    if x.is_cuda:
+        from megatron_rl.kernels.gated_delta import gates_triton
+
+        return gates_triton.gate_norm(x, z, weight, eps)
     z = z.float()
     with single_threaded():
         normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
@@ -195,4 +207,8 @@ def gate_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 
 def gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Return x sigmoid(z) `[..., n]`, computed in float32 and rounded once, with gradient. `z` is `[..., n]` or `[..., 1]`."""
+    if x.is_cuda:
+        from megatron_rl.kernels.gated_delta import gates_triton
+
+        return gates_triton.gate(x, z)
     return (x.float() * sigmoid(z.float())).to(x.dtype)

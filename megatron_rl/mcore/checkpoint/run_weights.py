@@ -3,7 +3,7 @@
 step_00030/
   mcore/      torch_dist: weights, FP32 masters, Adam's moments, random states of all ranks; loads into any layout
   hf/         config.json and tokenizer
-  mtp/        untrained multi-token prediction layers of the source model, as safetensors
+  mtp/        what is not trained of the source model (`hf.mtp_layers`), as safetensors
   state.json  step, policy version, precision, layout, state of data and algorithm, sizes and hashes of all other files; written last
 
 FP8 blocks are not stored, since they are recomputed from the masters. Blocks adopted from an imported FP8 checkpoint are adopted again,

@@ -139,6 +139,9 @@ def shard_adapters(chunk: Any) -> dict[str, Any]:
         own = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, experts, tp_group=layer.tp_group, dp_cp_group=group)
         if name.endswith("linear_fc1"):  # [gate ; up] on each rank
             own[f"{prefix}lora_B"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_B"], experts)
+        elif name.endswith("in_proj_qkvz"):  # [q ; k ; v ; z] on each rank
+            delta_net = chunk.get_submodule(name.rpartition(".")[0])
+            own[f"{prefix}lora_B"] = delta_net.place_rows("in_proj_qkvz", own[f"{prefix}lora_B"])
         sharded |= {f"{name}.{each}": own[f"{prefix}{each}"] for each in NAMES}
     return sharded
 

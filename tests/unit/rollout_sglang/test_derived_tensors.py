@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from rollout_sglang import rank_handler
+from rollout_sglang import derived_tensors, rank_handler
 from rollout_sglang.derived_tensors import ServedTensors, find_tensors
 from rollout_sglang.hooks import dequant_cache, e4m3_cache
 from rollout_sglang.rank_handler import RankHandler, live_tensors
@@ -146,6 +146,15 @@ def test_views_of_proved_memory_are_proved_and_every_tensor_is_found_once():
     assert check(ServedTensors(model), model)["proved"] == 3
 
 
+def test_a_tensor_of_which_several_proved_tensors_are_parts_is_proved():
+    model, packed = torch.nn.Module(), torch.randn(6, LATENT)
+    model.first, model.second, model.packed = parameter(packed[:4]), parameter(packed[4:]), packed
+    assert ServedTensors(model).check(model, live_tensors(model)) == {"proved": 3, "derived": 0, "constant": 0}
+    model.packed = torch.cat([packed, packed])
+    with pytest.raises(ValueError, match="packed .* is neither filled"):
+        ServedTensors(model).check(model, live_tensors(model))
+
+
 def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
     model = Model("int8")
     served, layer = ServedTensors(model), model.attn.kv_b_proj
@@ -161,10 +170,26 @@ def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
         dequant_cache.clear_cache()
 
 
+def test_one_plus_a_norms_weight_is_stale_until_it_is_refreshed():
+    """SGLang's `GemmaRMSNorm` keeps 1 + weight, which its loader alone recomputes."""
+    model = torch.nn.Module()
+    model.norm = norm = torch.nn.Module()
+    norm.weight = parameter(torch.randn(KEYS))
+    norm.register_buffer("gemma_weight", torch.ones(KEYS))
+    norm.refresh_gemma_weight = lambda: norm.gemma_weight.copy_(norm.weight).add_(1.0)
+    served = ServedTensors(model)
+    with pytest.raises(ValueError, match=f"norm.gemma_weight is stale: {KEYS} of its {KEYS} values differ"):
+        served.check(model, live_tensors(model))
+    derived_tensors.refresh(model)
+    assert served.check(model, live_tensors(model)) == {"proved": 1, "derived": 1, "constant": 0}
+
+
 def test_the_rank_reports_wrong_tensors(monkeypatch):
     model, handler = Model(), RankHandler()
     cache = SimpleNamespace(size=64, available_size=lambda: 60)
-    runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)
+    states = SimpleNamespace(size=8, available_size=lambda: 7)
+    requests = SimpleNamespace(mamba_allocator=states)
+    runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache, req_to_token_pool=requests)
     monkeypatch.setattr(rank_handler, "WeightReceiver", lambda *_: SimpleNamespace(names=list(live_tensors(model))))
     link = {"transport": "disk", "addresses": {}, "sources": [], "targets": [], "chunk_bytes": 1, "timeout": 1.0}
     monkeypatch.setattr(rank_handler, "Link", lambda **_: None)
@@ -172,6 +197,9 @@ def test_the_rank_reports_wrong_tensors(monkeypatch):
     line = "the KV cache was not flushed: it holds 4 tokens of the previous weights"
     assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
     cache.available_size = lambda: 64
+    line = "recurrent states were not flushed: 1 slots hold states of the previous weights"
+    assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
+    states.available_size = lambda: 8
     assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}
     model.write("fp8", seed=1)
     assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]

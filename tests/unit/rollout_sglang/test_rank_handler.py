@@ -26,6 +26,16 @@ def test_a_weight_kept_transposed_for_a_kernel_is_seen_and_written_by_rows():
     assert engine.weight.shape == (4, 3) and engine.weight[1, 2] == 99
 
 
+def test_a_convolution_of_single_channels_is_a_matrix_and_written_in_place():
+    engine = torch.nn.Module()
+    engine.conv1d = torch.nn.Module()
+    engine.conv1d.weight = torch.nn.Parameter(torch.zeros(6, 1, 4), requires_grad=False)
+    live = live_tensors(engine)["conv1d.weight"]
+    assert live.shape == (6, 4)
+    live[5, 3] = 2
+    assert engine.conv1d.weight[5, 0, 3] == 2
+
+
 def test_a_recording_is_written_once_and_a_new_one_replaces_it(tmp_path):
     model = torch.nn.Module()
     model.model, model.logits_processor = torch.nn.Module(), torch.nn.Identity()
@@ -58,3 +68,15 @@ def test_a_cache_loses_its_memory_and_gets_it_again_and_an_unknown_one_is_refuse
     assert fused[1][1].eq(2).all() and not fused[1][0].any(), "views are views of the same memory"
     with pytest.raises(ValueError, match="the KV cache SimpleNamespace has none of k_buffer"):
         rank_handler.release_cache(SimpleNamespace())
+
+
+def test_a_hybrid_cache_also_loses_its_states():
+    states = SimpleNamespace(conv=[torch.ones(2, 3, 4)], temporal=torch.ones(2, 3, 5))
+    attention = SimpleNamespace(k_buffer=[torch.ones(4, 2)], v_buffer=[torch.ones(4, 2)])
+    pool = SimpleNamespace(full_kv_pool=attention, mamba_pool=SimpleNamespace(mamba_cache=states))
+    held = [*attention.k_buffer, *attention.v_buffer, *states.conv, states.temporal]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in held]
+    rank_handler.release_cache(pool)
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * 4
+    rank_handler.restore_cache()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == sizes and not any(tensor.any() for tensor in held)

@@ -13,12 +13,13 @@ What the layer keeps for the backward pass of t tokens: the inputs of both proje
 dtype, and what `kernels.gated_delta` keeps.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.ssm.utils import _split_tensor_factory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
@@ -97,26 +98,32 @@ class GatedDeltaNetLayer(MegatronModule):
         return shard.to_positions(attend(weights, mixed, a, b, lengths))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
-        """Describe each stacked weight as its parts, so that any number of ranks can load it."""
-        replicas = (metadata or {}).get("dp_cp_group")
-        state = self.state_dict(keep_vars=True)
+        replicas, state = (metadata or {}).get("dp_cp_group"), self.state_dict(keep_vars=True)
         own = {name: state[name] for name in ("A_log", "dt_bias", "conv1d.weight", "norm.weight")}
         axes = {name: 0 for name in own if name != "norm.weight"}
         sharded = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas)
         for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
             sharded |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
-        for name in ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight"):
-            sharded[prefix + name] = self.split_rows(name, sharded[prefix + name])
+        for name in ("in_proj_qkvz", "in_proj_ba", "conv1d"):
+            sharded[f"{prefix}{name}.weight"] = self.place_rows(name, sharded[f"{prefix}{name}.weight"], sharded_offsets)
         return sharded
 
-    def split_rows(self, name: str, stacked: ShardedTensor) -> Any:
-        """Return a weight, or the lora_B, of stacked rows as one sharded tensor for each part."""
-        sections, names = list(self.widths), ["q", "k", "v", "z"]
-        if name.startswith("in_proj_ba"):
-            sections, names = [self.heads.v] * 2, ["b", "a"]
-        elif name.startswith("conv1d"):
-            sections, names = sections[:3], names[:3]
-        return _split_tensor_factory(stacked, sections, names, 0)
+    def place_rows(self, name: str, sharded: ShardedTensor, offsets: Any = ()) -> ShardedTensorFactory:
+        """Return the rows of a stacked layer, of its weight or its lora_B, at their places in the layer of one rank, [q ; k ; v ; z]: any
+        number of ranks can load them."""
+        sections = {"in_proj_qkvz": [*self.widths], "in_proj_ba": [self.heads.v] * 2, "conv1d": [*self.heads.widths]}[name]
+        ranks, rank, axis, rows = self.tp_group.size(), self.tp_group.rank(), len(offsets), math.gcd(*sections)  # a grid needs equal parts
+        starts = [ranks * before + rank * size for before, size in zip(accumulate(sections, initial=0), sections, strict=False)]
+        places = [row // rows for start, size in zip(starts, sections, strict=True) for row in range(start, start + size, rows)]
+
+        def build(key: str, tensor: torch.Tensor, replica: Any, _: Any) -> list[ShardedTensor]:
+            grid = [(axis, place, ranks * sum(sections) // rows) for place in places]
+            return [
+                ShardedTensor.from_rank_offsets(key, part, *offsets, cell, replica_id=replica, prepend_axis_num=axis)
+                for part, cell in zip(tensor.split(rows), grid, strict=True)
+            ]
+
+        return ShardedTensorFactory(sharded.key, sharded.data, build, torch.cat, sharded.replica_id)
 
 
 class DepthwiseConv(torch.nn.Module):

@@ -57,6 +57,11 @@ def test_keys_and_values(stores, kv):
     for buffer, wanted in ((pool.k_buffer[0], keys), (pool.v_buffer[0], values)):
         read_back = read(buffer.view(pool.dtype), HEADS, WIDTH + own_scale)
         assert torch.equal(read_back, kv_cache.round_trip(wanted) if own_scale else wanted)
+    for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
+        buffer.zero_()
+    hybrid = {"k_scale": 1.0, "v_scale": 1.0, "layer_id_override": 0, "dcp_kv_mask": None}  # what SGLang's hybrid pool adds
+    e4m3_cache.set_keys_and_values(None, pool, SimpleNamespace(layer_id=9), PLACE, keys, values, **hybrid)
+    assert torch.equal(read(pool.v_buffer[0].view(pool.dtype), HEADS, WIDTH + own_scale), read_back)
     if own_scale:
         with pytest.raises(NotImplementedError):
             e4m3_cache.set_keys_and_values(None, pool, LAYER, PLACE, keys, values, k_scale=0.5)

@@ -1,0 +1,407 @@
+"""The Triton kernels of `kernels.gated_delta.reference`: convolution, recurrence, and their gradients.
+
+`advance_state` is one kernel for training, prompts, and decoded tokens, compiled once: it always reads and writes a state for each
+sequence, no argument that differs between these uses is a compile-time constant, and pointers are aligned. Another specialization could add
+in another order. A program keeps some columns of a head's state in registers from a sequence's first token to its last. All rows of these
+columns are in one program, so a share of the heads has the bits of all.
+
+The backward pass computes the states of `SPAN` tokens again, writes them to memory, and reads them in reverse order.
+"""
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_rl.kernels.gated_delta.gates_triton import align
+from megatron_rl.kernels.gated_delta.reference import NORM_EPS, DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.scan import SPAN
+
+ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+STATE_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
+BACKWARD_LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+_COLUMNS = 512  # channels of a program of the convolution
+_TOKENS = 64  # tokens of a program that adds gradients of the convolution's weight
+_STATE_COLUMNS = 16  # columns of v_dim of a program
+_BACKWARD_COLUMNS = 32
+_GROUPS = 8  # programs of a head and its columns in the backward pass; each computes every eighth sequence
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def convolve_token(mixed, windows, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [n, channels, TAPS - 1]."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < channels
+    sequence = tl.load(sequences + token).to(tl.int64)
+    offset = token - tl.load(starts + sequence)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = tl.load(mixed + (token - back) * channels + column, mask=inside & (offset >= back), other=0.0).to(tl.float32)
+        place = (sequence * channels + column) * (TAPS - 1) + tap + offset
+        before = tl.load(windows + place, mask=inside & (offset < back), other=0.0).to(tl.float32)
+        product = tl.where(offset >= back, own, before) * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        total = product if tap == 0 else total + product
+    tl.store(result + token * channels + column, (total * _sigmoid(total)).to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def differentiate_totals(
+    mixed, weight, gradient, of_total, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TAPS_TILE: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for COLUMNS channels of TOKENS tokens of sequences that start in this call: gradients of the sums before SiLU, `of_total`
+    float32 [t, channels], and parts of that of the weight, float32 [programs, channels, TAPS]."""
+    first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    tap = tl.arange(0, TAPS_TILE)
+    inside = (column < channels)[:, None] & (tap < TAPS)[None, :]
+    w = tl.load(weight + column[:, None] * TAPS + tap[None, :], mask=inside, other=0.0).to(tl.float32)
+    sums = tl.zeros([COLUMNS, TAPS_TILE], tl.float32)
+    for token in range(first, min(first + TOKENS, tokens)):
+        offset = token - tl.load(starts + tl.load(sequences + token))
+        back = TAPS - 1 - tap
+        x = tl.load(mixed + (token - back)[None, :] * channels + column[:, None], mask=inside & (offset >= back)[None, :], other=0.0)
+        x = x.to(tl.float32)
+        total = tl.sum(x * w, axis=1)
+        share = _sigmoid(total)
+        dy = tl.load(gradient + token * channels + column, mask=column < channels, other=0.0).to(tl.float32)
+        dtotal = dy * (share * (1.0 + total * (1.0 - share)))
+        tl.store(of_total + token * channels + column, dtotal, mask=column < channels)
+        sums += dtotal[:, None] * x
+    place = (tl.program_id(0).to(tl.int64) * channels + column[:, None]) * TAPS + tap[None, :]
+    tl.store(of_weight + place, sums, mask=inside)
+
+
+@triton.jit
+def spread_totals(of_total, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program for COLUMNS channels of a token: the gradient of `mixed` for that of the sums before SiLU."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < channels
+    left = tl.load(starts + tl.load(sequences + token) + 1) - token
+    total = tl.zeros([COLUMNS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        ahead = TAPS - 1 - tap
+        x = tl.load(of_total + (token + ahead) * channels + column, mask=inside & (ahead < left), other=0.0)
+        total += x * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + token * channels + column, total.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_normed(x, K_DIM: tl.constexpr, K_TILE: tl.constexpr, EPS: tl.constexpr):
+    """Return a query or key as float32 [K_TILE], and 1 / sqrt(sum of squares + EPS)."""
+    row = tl.arange(0, K_TILE)
+    values = tl.load(x + row, mask=row < K_DIM, other=0.0).to(tl.float32)
+    return values, tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, axis=0) + EPS))
+
+
+@triton.jit
+def _load_gates(a, b, a_log, dt_bias, place, head):
+    """Return (rate, softplus, its input, decay, beta) of a token and a head, scalars."""
+    total = tl.load(a + place).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    rate, grown = tl.exp(tl.load(a_log + head).to(tl.float32)), _softplus(total)
+    beta = tl.div_rn(1.0, 1.0 + tl.exp(-tl.load(b + place).to(tl.float32)))
+    return rate, grown, total, tl.exp(-(rate * grown)), beta
+
+
+@triton.jit(do_not_specialize=["keeps"])
+def advance_state(
+    x, a, b, a_log, dt_bias, states, out, errors, kept, starts, span_starts, keeps, SCALE: tl.constexpr, K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr, V_TILE: tl.constexpr, EPS: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """One program for V_TILE columns of a head of a sequence. `states` [n, V_HEADS, K_DIM, V_DIM] are updated. If `keeps`, e is written to
+    `errors` [t, V_HEADS, V_DIM] and the state before each span to `kept` [spans, V_HEADS, K_DIM, V_DIM]."""
+    head, sequence = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, column = tl.arange(0, K_TILE), tl.program_id(0) * V_TILE + tl.arange(0, V_TILE)
+    channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+    k_head = head // (V_HEADS // K_HEADS)
+    place, inside = row[:, None] * V_DIM + column[None, :], (row < K_DIM)[:, None] & (column < V_DIM)[None, :]
+    state = tl.load(states + (sequence * V_HEADS + head) * K_DIM * V_DIM + place, mask=inside, other=0.0)
+    start = tl.load(starts + sequence).to(tl.int64)
+    span = tl.load(span_starts + sequence).to(tl.int64)
+    for step in range(tl.load(starts + sequence + 1) - start):
+        token = start + step
+        if (keeps != 0) & (step % SPAN == 0):
+            tl.store(kept + ((span + step // SPAN) * V_HEADS + head) * K_DIM * V_DIM + place, state, mask=inside)
+        q, q_norm = _load_normed(x + token * channels + k_head * K_DIM, K_DIM, K_TILE, EPS)
+        k, k_norm = _load_normed(x + token * channels + (K_HEADS + k_head) * K_DIM, K_DIM, K_TILE, EPS)
+        v_place = token * channels + 2 * K_HEADS * K_DIM + head * V_DIM + column
+        v = tl.load(x + v_place, mask=column < V_DIM, other=0.0).to(tl.float32)
+        _, _, _, decay, beta = _load_gates(a, b, a_log, dt_bias, token * V_HEADS + head, head)
+        q, k = q * q_norm * SCALE, k * k_norm
+        state = state * decay
+        error = v - tl.sum(state * k[:, None], axis=0)
+        state = state + k[:, None] * (error * beta)[None, :]
+        result = (token * V_HEADS + head) * V_DIM + column
+        tl.store(out + result, tl.sum(state * q[:, None], axis=0).to(out.dtype.element_ty), mask=column < V_DIM)
+        if keeps != 0:
+            tl.store(errors + result, error, mask=column < V_DIM)
+    tl.store(states + (sequence * V_HEADS + head) * K_DIM * V_DIM + place, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def differentiate_states(
+    x, a, b, a_log, dt_bias, gradient, errors, kept, scratch, of_x, of_heads, of_gates, starts, span_starts, count, tokens,
+    SCALE: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr,
+    V_TILE: tl.constexpr, EPS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """One program for V_TILE columns of a head, for every num_programs(2)-th of `count` sequences. It writes the gradients of values to
+    `of_x` [t, channels], its part of those of normed queries and keys to `of_heads` float32 [2, programs(0), t, V_HEADS, K_DIM], and its
+    part of those of decay and beta to `of_gates` float32 [2, programs(0), t, V_HEADS]. `scratch` is float32 [programs(2), V_HEADS, SPAN,
+    K_DIM, V_DIM]."""
+    head, group = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, column = tl.arange(0, K_TILE), tl.program_id(0) * V_TILE + tl.arange(0, V_TILE)
+    channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+    size: tl.constexpr = K_DIM * V_DIM
+    k_head = head // (V_HEADS // K_HEADS)
+    place, inside = row[:, None] * V_DIM + column[None, :], (row < K_DIM)[:, None] & (column < V_DIM)[None, :]
+    own = scratch + (group * V_HEADS + head) * SPAN * size + place
+    part, parts = tl.program_id(0).to(tl.int64) * tokens, tl.num_programs(0).to(tl.int64) * tokens
+    for sequence in range(group, count, tl.num_programs(2)):
+        start, span = tl.load(starts + sequence).to(tl.int64), tl.load(span_starts + sequence).to(tl.int64)
+        spans, end = tl.load(span_starts + sequence + 1) - span, tl.load(starts + sequence + 1).to(tl.int64)
+        of_state = tl.zeros([K_TILE, V_TILE], tl.float32)
+        for back in range(spans):
+            number = spans - 1 - back
+            first = start + number * SPAN
+            length = min(end - first, SPAN)
+            state = tl.load(kept + ((span + number) * V_HEADS + head) * size + place, mask=inside, other=0.0)
+            tl.debug_barrier()
+            for step in range(length):
+                token = first + step
+                tl.store(own + step * size, state, mask=inside)
+                k, k_norm = _load_normed(x + token * channels + (K_HEADS + k_head) * K_DIM, K_DIM, K_TILE, EPS)
+                _, _, _, decay, beta = _load_gates(a, b, a_log, dt_bias, token * V_HEADS + head, head)
+                e = tl.load(errors + (token * V_HEADS + head) * V_DIM + column, mask=column < V_DIM, other=0.0)
+                state = state * decay + (k * k_norm)[:, None] * (e * beta)[None, :]
+            tl.debug_barrier()
+            for step_back in range(length):
+                step = length - 1 - step_back
+                token = first + step
+                q, q_norm = _load_normed(x + token * channels + k_head * K_DIM, K_DIM, K_TILE, EPS)
+                k, k_norm = _load_normed(x + token * channels + (K_HEADS + k_head) * K_DIM, K_DIM, K_TILE, EPS)
+                _, _, _, decay, beta = _load_gates(a, b, a_log, dt_bias, token * V_HEADS + head, head)
+                q, k = q * q_norm * SCALE, k * k_norm
+                value = (token * V_HEADS + head) * V_DIM + column
+                e = tl.load(errors + value, mask=column < V_DIM, other=0.0)
+                dy = tl.load(gradient + value, mask=column < V_DIM, other=0.0).to(tl.float32)
+                before = tl.load(own + step * size, mask=inside, other=0.0)
+                after = before * decay + k[:, None] * (e * beta)[None, :]
+                of_q = tl.sum(after * dy[None, :], axis=1)
+                of_state += q[:, None] * dy[None, :]
+                of_k = tl.sum(of_state * (e * beta)[None, :], axis=1)
+                of_delta = tl.sum(of_state * k[:, None], axis=0)
+                of_v = of_delta * beta
+                of_state -= k[:, None] * of_v[None, :]
+                of_k -= decay * tl.sum(before * of_v[None, :], axis=1)
+                heads = of_heads + ((part + token) * V_HEADS + head) * K_DIM + row
+                tl.store(heads, of_q, mask=row < K_DIM)
+                tl.store(heads + parts * V_HEADS * K_DIM, of_k, mask=row < K_DIM)
+                gates = of_gates + (part + token) * V_HEADS + head
+                tl.store(gates, tl.sum(tl.sum(of_state * before, axis=1), axis=0))
+                tl.store(gates + parts * V_HEADS, tl.sum(of_delta * e, axis=0))
+                v_place = token * channels + 2 * K_HEADS * K_DIM + head * V_DIM + column
+                tl.store(of_x + v_place, of_v.to(of_x.dtype.element_ty), mask=column < V_DIM)
+                of_state = of_state * decay
+
+
+@triton.jit
+def _differentiate_normed(source, result, of_normed, factor, K_DIM: tl.constexpr, K_TILE: tl.constexpr, EPS: tl.constexpr):
+    """Write the gradient of a query or key for the gradient of factor times the normed one."""
+    row = tl.arange(0, K_TILE)
+    values, norm = _load_normed(source, K_DIM, K_TILE, EPS)
+    dy = of_normed * factor
+    gradient = norm * (dy - values * (norm * norm * tl.sum(dy * values, axis=0)))
+    tl.store(result + row, gradient.to(result.dtype.element_ty), mask=row < K_DIM)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def differentiate_inputs(
+    x, a, b, a_log, dt_bias, of_heads, of_gates, of_x, of_a, of_b, of_rates, of_biases, tokens, PARTS: tl.constexpr, SCALE: tl.constexpr,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One program for a key head of a token: gradients of queries and keys in `of_x`, of a and b [t, V_HEADS], and, float32, the token's
+    part of those of a_log and dt_bias."""
+    token, k_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.arange(0, K_TILE)
+    channels: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+    of_q, of_k = tl.zeros([K_TILE], tl.float32), tl.zeros([K_TILE], tl.float32)
+    for share in tl.static_range(V_HEADS // K_HEADS):
+        head = k_head * (V_HEADS // K_HEADS) + share
+        of_decay, of_beta = 0.0, 0.0
+        for part in tl.static_range(PARTS):
+            place = (part * tokens.to(tl.int64) + token) * V_HEADS + head
+            other = PARTS * tokens.to(tl.int64) * V_HEADS
+            of_q += tl.load(of_heads + place * K_DIM + row, mask=row < K_DIM, other=0.0)
+            of_k += tl.load(of_heads + (place + other) * K_DIM + row, mask=row < K_DIM, other=0.0)
+            of_decay += tl.load(of_gates + place)
+            of_beta += tl.load(of_gates + place + other)
+        place = token * V_HEADS + head
+        rate, grown, total, decay, beta = _load_gates(a, b, a_log, dt_bias, place, head)
+        of_log = of_decay * decay
+        of_total = -of_log * rate * tl.div_rn(1.0, 1.0 + tl.exp(-total))
+        tl.store(of_rates + place, -of_log * rate * grown)
+        tl.store(of_biases + place, of_total)
+        tl.store(of_a + place, of_total.to(of_a.dtype.element_ty))
+        tl.store(of_b + place, (of_beta * beta * (1.0 - beta)).to(of_b.dtype.element_ty))
+    query, key = token * channels + k_head * K_DIM, token * channels + (K_HEADS + k_head) * K_DIM
+    _differentiate_normed(x + query, of_x + query, of_q, SCALE, K_DIM, K_TILE, EPS)
+    _differentiate_normed(x + key, of_x + key, of_k, 1.0, K_DIM, K_TILE, EPS)
+
+
+class _Packed(NamedTuple):
+    """Where packed sequences are in a row, int32 on its device."""
+
+    sequences: torch.Tensor  # [t]: the sequence of each token
+    starts: torch.Tensor  # [n + 1]
+    span_starts: torch.Tensor  # [n + 1]: numbers of the first span of each sequence
+
+
+@functools.lru_cache(16)
+def _pack(lengths: tuple[int, ...], device: torch.device) -> _Packed:
+    """Return the places of sequences of `lengths` tokens. All layers of a pass share them."""
+    starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
+    sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return _Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans)))
+
+
+def _name_sizes(heads: DeltaHeads) -> dict[str, Any]:
+    """Return compile-time constants that all uses of the recurrence share."""
+    sizes = {"K_HEADS": heads.k, "V_HEADS": heads.v, "K_DIM": heads.k_dim, "V_DIM": heads.v_dim}
+    return {**sizes, "K_TILE": triton.next_power_of_2(heads.k_dim), "SCALE": heads.k_dim**-0.5, "EPS": NORM_EPS}
+
+
+def _convolve(mixed: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, packed: _Packed) -> torch.Tensor:
+    channels, taps = weight.shape
+    result = torch.empty_like(mixed)
+    grid = len(mixed), triton.cdiv(channels, _COLUMNS)
+    convolve_token[grid](
+        mixed, windows, weight, result, packed.sequences, packed.starts, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH
+    )  # fmt: skip
+    return result
+
+
+def _advance_states(
+    weights: DeltaWeights, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, packed: _Packed, states: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return outputs `[t, v, v_dim]` and update `states`. `kept` are (e, states before spans) to write."""
+    heads = weights.heads
+    out = torch.empty(len(x), heads.v, heads.v_dim, dtype=x.dtype, device=x.device)
+    errors, spans = kept or (states, states)
+    columns = min(_STATE_COLUMNS, triton.next_power_of_2(heads.v_dim))
+    advance_state[(triton.cdiv(heads.v_dim, columns), heads.v, len(states))](
+        x, a, b, weights.a_log, weights.dt_bias, states, out, errors, spans, packed.starts, packed.span_starts, int(kept is not None),
+        V_TILE=columns, SPAN=SPAN, **_name_sizes(heads), **STATE_LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lengths: Sequence[int], heads: DeltaHeads, *tensors: torch.Tensor) -> torch.Tensor:
+        mixed, a, b, conv, a_log, dt_bias = tensors = tuple(align(x) for x in tensors)
+        packed, weights = _pack(tuple(lengths), mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
+        state = heads.v, heads.k_dim, heads.v_dim
+        states = torch.zeros(len(lengths), *state, device=mixed.device)
+        errors = torch.empty(len(mixed), heads.v, heads.v_dim, device=mixed.device)
+        spans = torch.empty(sum(-(-length // SPAN) for length in lengths), *state, device=mixed.device)
+        x = _convolve(mixed, conv, mixed.new_zeros(len(lengths), mixed.shape[1], conv.shape[1] - 1), packed)
+        out = _advance_states(weights, x, a, b, packed, states, (errors, spans))
+        ctx.save_for_backward(*tensors, x, errors, spans, *packed)
+        ctx.heads = heads
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mixed, a, b, conv, a_log, dt_bias, x, errors, spans, *places = ctx.saved_tensors
+        packed, weights = _Packed(*places), DeltaWeights(conv, a_log, dt_bias, ctx.heads)
+        of_x, *others = _differentiate_recurrence(weights, (x, a, b), packed, (errors, spans), align(gradient))
+        of_mixed, of_conv = _differentiate_convolution(mixed, conv, packed, of_x)
+        return None, None, of_mixed, *others[:2], of_conv, *others[2:]
+
+
+def _differentiate_recurrence(
+    weights: DeltaWeights,
+    inputs: tuple[torch.Tensor, ...],
+    packed: _Packed,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    gradient: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Return the gradients of x, a, b, a_log, and dt_bias for that of the outputs."""
+    heads, (x, a, b), tokens, count = weights.heads, inputs, len(inputs[0]), len(packed.starts) - 1
+    columns, groups = min(_BACKWARD_COLUMNS, triton.next_power_of_2(heads.v_dim)), min(count, _GROUPS)
+    parts, constants, gates = triton.cdiv(heads.v_dim, columns), _name_sizes(heads), (weights.a_log, weights.dt_bias)
+    of_x, of_a, of_b = (torch.empty_like(each) for each in inputs)
+    scratch = torch.empty(groups, heads.v, SPAN, heads.k_dim, heads.v_dim, device=x.device)
+    of_heads = torch.empty(2, parts, tokens, heads.v, heads.k_dim, device=x.device)
+    of_gates = torch.empty(2, parts, tokens, heads.v, device=x.device)
+    of_rates, of_biases = torch.empty(2, tokens, heads.v, device=x.device)
+    differentiate_states[(parts, heads.v, groups)](
+        x, a, b, *gates, gradient, *kept, scratch, of_x, of_heads, of_gates, packed.starts, packed.span_starts, count, tokens,
+        V_TILE=columns, SPAN=SPAN, **constants, **BACKWARD_LAUNCH,
+    )  # fmt: skip
+    differentiate_inputs[(tokens, heads.k)](
+        x, a, b, *gates, of_heads, of_gates, of_x, of_a, of_b, of_rates, of_biases, tokens, PARTS=parts, **constants, **STATE_LAUNCH
+    )  # fmt: skip
+    return of_x, of_a, of_b, *(each.sum(0).to(weight.dtype) for each, weight in zip((of_rates, of_biases), gates, strict=True))
+
+
+def _differentiate_convolution(
+    mixed: torch.Tensor, weight: torch.Tensor, packed: _Packed, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `mixed` and the weight for that of the convolution's result; sequences start with empty windows."""
+    (tokens, channels), taps = mixed.shape, weight.shape[1]
+    of_total, of_mixed = torch.empty(mixed.shape, device=mixed.device), torch.empty_like(mixed)
+    programs, columns = triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _COLUMNS)
+    of_weight = torch.empty(programs, channels, taps, device=mixed.device)
+    places = packed.sequences, packed.starts
+    differentiate_totals[(programs, columns)](
+        mixed, weight, gradient, of_total, of_weight, *places, tokens, channels, TAPS=taps, TAPS_TILE=triton.next_power_of_2(taps),
+        TOKENS=_TOKENS, COLUMNS=_COLUMNS, **ROW_LAUNCH,
+    )  # fmt: skip
+    spread_totals[(tokens, columns)](of_total, weight, of_mixed, *places, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH)
+    return of_mixed, of_weight.sum(0).to(weight.dtype)
+
+
+def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Compute `kernels.gated_delta.reference.attend`."""
+    return _Attend.apply(lengths, weights.heads, mixed, a, b, *weights[:3])
+
+
+def advance(
+    weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int], windows: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute `kernels.gated_delta.reference.advance`."""
+    mixed, a, b, windows = (align(x) for x in (mixed, a, b, windows))
+    weights = DeltaWeights(*(align(x) for x in weights[:3]), weights.heads)
+    packed, last = _pack(tuple(lengths), mixed.device), windows.shape[-1]
+    states = states.clone(memory_format=torch.contiguous_format)
+    x = _convolve(mixed, weights.conv, windows, packed)
+    out = _advance_states(weights, x, a, b, packed, states)
+    return out, _move_windows(mixed, windows, packed.starts.long(), last), states
+
+
+def _move_windows(mixed: torch.Tensor, windows: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the last `size` rows of each sequence as windows `[n, c, size]`."""
+    places = starts[1:, None] + torch.arange(-size, 0, device=mixed.device)
+    ahead = starts[1:] - starts[:-1]
+    old = (torch.arange(size, device=mixed.device) + ahead[:, None]).clamp(max=size - 1)
+    shifted = windows.gather(2, old[:, None].expand(windows.shape))
+    own = mixed[places.clamp(min=0, max=len(mixed) - 1)].transpose(1, 2)
+    return torch.where((places >= starts[:-1, None])[:, None], own, shifted)

@@ -1,0 +1,97 @@
+"""The gated delta net's Triton kernels in Triton's interpreter: values, gradients, and equal bits for any division of a row."""
+
+from unittest.mock import patch
+
+import hopper_kernels
+import torch
+from support.delta_rule import advance_in_cuts, choose_heads, draw_layer
+from support.kernel_tests import call_with_triton, in_interpreter, needs_triton, random
+
+from megatron_rl.kernels.gated_delta import reference
+from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
+
+HEADS = DeltaHeads(2, 4, 8, 24)
+
+
+@in_interpreter
+def test_the_kernels_outputs_and_gradients_are_the_references():
+    """A span of 4 tokens and one group of programs, so that sequences have several spans, and a program has several sequences."""
+    from megatron_rl.kernels.gated_delta import triton as kernels
+
+    for dtype, heads, lengths, taps in (
+        (torch.float32, DeltaHeads(1, 2, 6, 24), [3, 9, 0, 1], 4),
+        (torch.bfloat16, DeltaHeads(2, 2, 8, 8), [2, 5], 3),
+    ):
+        weights, row = draw_layer(heads, sum(lengths), dtype, taps)
+        dy, results = random(sum(lengths), heads.v, heads.v_dim, seed=9, dtype=dtype), []
+        for function in (kernels.attend, reference.attend):
+            leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row)]
+            with patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8, _COLUMNS=32, _TOKENS=4, _pack=kernels._pack.__wrapped__):
+                out = function(DeltaWeights(*leaves[:3], heads), *leaves[3:], lengths)
+                results.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
+        near = 1e-6 if dtype is torch.float32 else 2**-6  # the interpreter truncates to BF16
+        for found, wanted in zip(*results, strict=True):
+            assert found.dtype == wanted.dtype and found.shape == wanted.shape
+            assert (found.double() - wanted.double()).norm() <= near * wanted.double().norm()
+
+
+@in_interpreter
+def test_prompts_chunks_decoded_tokens_and_shares_of_heads_have_the_bits_of_training():
+    from megatron_rl.kernels.gated_delta import triton as kernels
+
+    for dtype, cuts in ((torch.float32, [[1] * 4, [2, 0, 1, 1]]), (torch.bfloat16, [[2, 3], [1, 1, 1]])):
+        lengths = [sum(chunks) for chunks in cuts]
+        weights, row = draw_layer(HEADS, sum(lengths), dtype)
+        whole = kernels.attend(weights, *row, lengths)
+        found, windows, states = advance_in_cuts(kernels.advance, weights, row, cuts)
+        assert torch.equal(found, whole)
+        wanted, wanted_windows, wanted_states = advance_in_cuts(reference.advance, weights, row, cuts)
+        near = 1e-5 if dtype is torch.float32 else 5e-2
+        assert torch.equal(windows, wanted_windows) and torch.allclose(states, wanted_states, atol=near)
+        assert torch.allclose(found.float(), wanted.float(), atol=near)
+        assert torch.equal(torch.cat([kernels.attend(*choose_heads(weights, row, rank, 2), lengths) for rank in (0, 1)], 1), whole)
+
+
+@in_interpreter
+def test_gates_and_their_gradients_are_the_references_and_do_not_depend_on_the_number_of_rows():
+    from megatron_rl.kernels.gated_delta import gates_triton as kernels
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x, z, dy = (random(11, 3, 24, seed=seed, dtype=dtype) for seed in range(3))
+        weight = random(24, seed=3, dtype=dtype)
+        near = {"rtol": 2**-6, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        for name, inputs in (("gate_norm", (x, z, weight)), ("gate", (x, z)), ("gate", (x, z[..., :1]))):
+            others, results = (1e-6,) * (name == "gate_norm"), []
+            for module in (kernels, reference):
+                leaves = [each.clone().requires_grad_() for each in inputs]
+                out = getattr(module, name)(*leaves, *others)
+                results.append([out, *torch.autograd.grad(out, leaves, dy)])
+            for found, wanted in zip(*results, strict=True):
+                assert found.dtype == wanted.dtype and torch.allclose(found.float(), wanted.float(), **near)
+            few = getattr(kernels, name)(*(each[5:7] for each in inputs[:2]), *inputs[2:], *others)
+            assert torch.equal(few, results[0][0][5:7])
+            assert getattr(kernels, name)(*(each[:0] for each in inputs[:2]), *inputs[2:], *others).shape == (0, 3, 24)
+
+
+@needs_triton
+def test_training_prompts_and_decoded_tokens_run_one_specialization():
+    """Another one, such as for a single token, could add in another order."""
+    assert call_with_triton(count_specializations) == {"convolve_token": (1, 3), "advance_state": (1, 3)}
+
+
+def count_specializations():
+    """Return (number of different kernels, launches) by name, compiled for Hopper."""
+    from triton.runtime.jit import JITFunction
+
+    with patch.object(JITFunction, "__getitem__", JITFunction.__getitem__):
+        compiled = hopper_kernels.intercept_launches()
+        from megatron_rl.kernels.gated_delta import triton as kernels
+
+        heads = DeltaHeads(1, 2, 16, 16)
+        weights, row = draw_layer(heads, 70, torch.bfloat16)
+        kernels.attend(weights, *row, [54, 16])
+        for tokens in (16, 1):
+            a_b = [x[1 : 1 + tokens] for x in row[1:]]  # views at addresses that are no multiples of 16
+            windows, states = row[0].new_zeros(tokens, row[0].shape[1], 3), torch.zeros(tokens, heads.v, heads.k_dim, heads.v_dim)
+            kernels.advance(weights, row[0][:tokens], *a_b, [1] * tokens, windows, states)
+    return {name: (len({kernel.hash for kernel in kernels}), len(kernels)) for name, kernels in compiled.items()}
