@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Quickstart without a GPU: a small model learns arithmetic by reinforcement learning in unified FP8.
 #   bash launch/quickstart.sh [NAME] [--section.key=value ...]
-# NAME: quickstart (default), quickstart_moe, quickstart_mtp, calculator, tool_agent, or gsm8k. A warm start makes the model if it is missing.
+# NAME: quickstart (default), quickstart_moe, quickstart_hybrid, quickstart_mtp, calculator, tool_agent, or gsm8k. A warm start makes the model if it is missing.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -9,7 +9,7 @@ from megatron_rl.config.base import ConfigSection
 
 
 class ArchitectureConfig(ConfigSection):
-    """Sizes of a new Qwen3, Qwen3-MoE, or GLM-4.5 model. Multiples of 128 keep FP8 blocks whole."""
+    """Sizes of a new Qwen3, Qwen3-MoE, Qwen3.5, or GLM-4.5 model. Multiples of 128 keep FP8 blocks whole."""
 
     vocab_size: int = Field(384, ge=259)
     """Rows of the embedding. The byte-level tokenizer needs 259."""
@@ -25,6 +25,12 @@ class ArchitectureConfig(ConfigSection):
     moe_intermediate_size: int = Field(256, ge=128, multiple_of=128)
     num_nextn_predict_layers: int = Field(0, ge=0)
     """Number of multi-token prediction layers. If above 0, the model is a GLM-4.5, with an MLP in the first layer and experts elsewhere."""
+    full_attention_interval: int = Field(0, ge=0)
+    """If above 0, the model is a Qwen3.5: layers whose number it divides have attention, the others gated delta nets."""
+    linear_num_key_heads: int = Field(2, ge=1)
+    linear_num_value_heads: int = Field(4, ge=1)
+    linear_key_head_dim: int = Field(64, ge=32, multiple_of=16)
+    linear_value_head_dim: int = Field(64, ge=32, multiple_of=16)
     max_position_embeddings: int = Field(1024, ge=16)
     rope_theta: float = Field(10000.0, gt=0)
     tie_word_embeddings: bool = False
@@ -38,6 +44,8 @@ class ArchitectureConfig(ConfigSection):
             )
         if self.num_nextn_predict_layers and not self.num_experts:
             raise ValueError("num_nextn_predict_layers needs a model with experts (GLM-4.5): set num_experts")
+        if self.full_attention_interval and self.num_experts:
+            raise ValueError("full_attention_interval is for a model without experts: set num_experts = 0")
         if 0 < self.num_experts < self.num_experts_per_tok:
             raise ValueError(f"num_experts ({self.num_experts}) must be at least num_experts_per_tok ({self.num_experts_per_tok})")
         return self

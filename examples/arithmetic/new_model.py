@@ -1,5 +1,6 @@
-"""A new Qwen3, Qwen3-MoE, or GLM-4.5 model: config.json, random weights, and a byte-level tokenizer."""
+"""A new Qwen3, Qwen3-MoE, Qwen3.5, or GLM-4.5 model: config.json, random weights, and a byte-level tokenizer."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,23 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import write_checkpoint
 from parallel.formats import FORMATS
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
+from parallel.shards import HFTensor
 
 _EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+_HYBRID_FIELDS = {
+    "full_attention_interval",
+    *(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")),
+}
 _NEXT_LAYERS = "num_nextn_predict_layers"
 
 
 def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
-    """Return the config.json of a Qwen3 model, of a Qwen3-MoE if it has experts, or of a GLM-4.5 if it has layers for MTP."""
+    """Return the config.json of a Qwen3, of a Qwen3-MoE if it has experts, of a Qwen3.5 if it has gated delta nets, or of a GLM-4.5 if it
+    has layers for MTP."""
     return {
         "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
-        **architecture.model_dump(exclude={*_EXPERT_FIELDS, _NEXT_LAYERS, "tie_word_embeddings", "initializer_range"}),
+        **architecture.model_dump(exclude={*_EXPERT_FIELDS, *_HYBRID_FIELDS, _NEXT_LAYERS, "tie_word_embeddings", "initializer_range"}),
         "rope_scaling": None,
         "tie_word_embeddings": architecture.tie_word_embeddings,
         "initializer_range": architecture.initializer_range,
@@ -38,6 +45,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
         "pad_token_id": eos_token_id,
         "torch_dtype": FORMATS[high].dtype,
         **(_expert_fields(architecture) if architecture.num_experts else {}),
+        **(_hybrid_fields(architecture) if architecture.full_attention_interval else {}),
         **(_glm_fields(architecture) if architecture.num_nextn_predict_layers else {}),
     }
 
@@ -50,6 +58,20 @@ def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "output_router_logits": False,
+    }
+
+
+def _hybrid_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3.5 that differ from a Qwen3 model."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **architecture.model_dump(include=_HYBRID_FIELDS),
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 0,
     }
 
 
@@ -71,14 +93,20 @@ def _glm_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
 
 
 def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Return random float32 weights: vectors are ones, matrices are N(0, initializer_range)."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        tensor.name: torch.ones(tensor.rows)
-        if tensor.vector
-        else torch.randn(tensor.shape, generator=generator) * config["initializer_range"]
-        for tensor in ModelGeometry.from_hf_config(config).tensors().values()
-    }
+    """Return random float32 weights: norms and biases of time steps multiply by one, matrices are N(0, initializer_range). Heads of gated
+    delta nets remember about 1 to 64 tokens."""
+    generator, model = torch.Generator().manual_seed(seed), ModelGeometry.from_hf_config(config)
+
+    def make(tensor: HFTensor) -> torch.Tensor:
+        if tensor.name.endswith("A_log"):
+            return -torch.linspace(0, math.log(64), tensor.rows)
+        if tensor.vector:
+            zero_centered = model.zero_centered_norms and tensor.role == "norm" and not tensor.name.endswith("linear_attn.norm.weight")
+            return torch.zeros(tensor.rows) if zero_centered else torch.ones(tensor.rows)
+        scale = tensor.cols**-0.5 if tensor.role == "delta_conv" else config["initializer_range"]
+        return torch.randn(tensor.shape, generator=generator) * scale
+
+    return {tensor.name: make(tensor) for tensor in model.tensors().values()}
 
 
 def make_random_checkpoint(folder: Path, architecture: ArchitectureConfig, seed: int) -> None:

@@ -21,7 +21,7 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 app = typer.Typer()
 app.command(context_settings={"ignore_unknown_options": True})(main)
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-NAMES = ("quickstart", "quickstart_moe", "quickstart_mtp", "calculator", "gsm8k", "tool_agent")
+NAMES = ("quickstart", "quickstart_moe", "quickstart_hybrid", "quickstart_mtp", "calculator", "gsm8k", "tool_agent")
 
 
 def run(*arguments: object) -> str:
@@ -65,6 +65,10 @@ def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
         (
             ["--architecture.num_experts=2", "--architecture.num_experts_per_tok=4"],
             "architecture: num_experts (2) must be at least num_experts_per_tok (4)",
+        ),
+        (
+            ["--architecture.num_experts=4", "--architecture.full_attention_interval=2"],
+            "architecture: full_attention_interval is for a model without experts: set num_experts = 0",
         ),
         (["--architecture.num_attention_heads=3"], "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)"),
         (["--model=none.toml"], "CONFIG = 'none.toml': does not exist; give a TOML file such as configs/quickstart.toml"),
@@ -125,6 +129,8 @@ def test_transformers_reads_a_new_config(tmp_path):
     moe = read(ArchitectureConfig(**widths), "fp32")
     assert (type(moe).__name__, moe.norm_topk_prob, moe.decoder_sparse_step, moe.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
     assert {name: getattr(moe, name) for name in widths} == widths
+    hybrid = read(ArchitectureConfig(full_attention_interval=2, num_hidden_layers=4), "fp32")
+    assert type(hybrid).__name__ == "Qwen3_5TextConfig" and hybrid.layer_types == ["linear_attention", "full_attention"] * 2
 
 
 def test_random_weights_repeat_with_the_seed_and_norms_are_one():
@@ -133,4 +139,6 @@ def test_random_weights_repeat_with_the_seed_and_norms_are_one():
     weight, norm = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"
     assert torch.equal(first[weight], again[weight]) and not torch.equal(first[weight], other[weight])
     assert (first[norm] == 1).all() and all(tensor.dtype == torch.float32 for tensor in first.values())
+    hybrid = make_random_tensors(make_hf_config(ArchitectureConfig(full_attention_interval=2), 0, "fp32"), 1)
+    assert (hybrid[norm] == 0).all() and (hybrid["model.layers.0.linear_attn.norm.weight"] == 1).all(), "the others are zero-centered"
     assert first[weight].std().item() == pytest.approx(0.02, rel=0.02) and abs(first[weight].mean().item()) < 1e-3
