@@ -50,8 +50,10 @@ _TABLE = """
     mlp.swiglu                  split  mlp.linear_fc2:in0                   mlp.down_proj:in0
     mlp.down                    sum    mlp.linear_fc2:out                   mlp.down_proj:out
     mlp.router                  whole  mlp.router:out                       mlp.topk:out
-    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out    mlp.shared_experts.gate_up_proj:out mlp.shared_expert.gate_up_proj:out
-    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0    mlp.shared_experts.down_proj:in0 mlp.shared_expert.down_proj:in0
+    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out    mlp.shared_experts.gate_up_proj:out
+    mlp.shared_experts.gate_up  pairs  -                                    mlp.shared_expert.gate_up_proj:out
+    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0    mlp.shared_experts.down_proj:in0
+    mlp.shared_experts.swiglu   split  -                                    mlp.shared_expert.down_proj:in0
     mlp                         sum    mlp:out                              mlp:out
     mlp.post_norm               whole  mlp_bda.norm:out                     post_mlp_layernorm:out
 """
@@ -63,11 +65,11 @@ _ENDS = """
 
 
 def list_hook_points(side: int) -> list[HookPoint]:
-    """Return the points of one side, TRAINER or ENGINE. In their names, `*` stands for the number of a layer."""
+    """Return the points of one side, TRAINER or ENGINE. In their names, `*` stands for the number of a layer. "-" names no module."""
     points = []
     for table, prefix, path in ((_TABLE, "layers.*.", _LAYERS[side]), (_ENDS, "", "")):
         for op, columns, trainer, *engine in map(str.split, table.strip().splitlines()):
-            for text in engine if side == ENGINE else [trainer]:
+            for text in engine if side == ENGINE else [trainer][trainer == "-" :]:
                 module, _, place = text.partition(":")
                 points.append(HookPoint(prefix + op, columns, path + module, place))
     return points

@@ -13,7 +13,7 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.errors import MismatchError
+from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.metrics import declare
 
 _DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "without routing replay"
