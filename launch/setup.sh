@@ -39,7 +39,7 @@ install_pins() (
   export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
   pip=("$venv/bin/python" -m pip install --progress-bar off --no-compile --no-deps) pins="$root/launch/requirements" status=0
   torch=$(grep ^torch== "$pins.txt")
-  exec 2> >(grep -v "^WARNING: Skipping .* due to invalid metadata" >&2) # of a package that another pip is installing
+  exec 2> >(grep --line-buffered -v "^WARNING: Skipping .* due to invalid metadata" >&2) # of a package that another pip is installing
   "${pip[@]}" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$torch" & # one retry: the wheel may be cached
   "${pip[@]}" --ignore-requires-python -r "$pins-nodeps.txt" &
   "${pip[@]}" --upgrade --target "$venv/peft" -r "$pins-peft.txt" &
