@@ -78,8 +78,8 @@ def _take_part(part: int, rows: torch.Tensor, keys: int, values: int) -> torch.T
 def refresh(model: torch.nn.Module) -> None:
     """Recompute the derived tensors that SGLang recomputes only when it loads a checkpoint."""
     for module in model.modules():
-        if hasattr(module, "refresh_gemma_weight"):
-            module.refresh_gemma_weight()
+        if (recompute := getattr(module, "refresh_gemma_weight", None)) is not None:
+            recompute()
 
 
 DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {

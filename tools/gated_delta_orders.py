@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -77,20 +78,19 @@ def compare(heads: int, dim: int, sequences: int, tokens: int, repeats: int) -> 
     """Return seconds by work and order, and check that both orders compute the same function."""
     inputs, lengths = draw_inputs(tokens, heads, dim), (tokens // sequences,) * sequences
     orders: dict[str, Callable[[Inputs], torch.Tensor]] = {"by token": lambda x: Scan.apply(lengths, *x)}
-    for size in BLOCKS:
-        orders[f"C = {size}"] = lambda x, size=size: run_blocks(x, sequences, size)
+    orders |= {f"C = {size}": partial(run_blocks, sequences=sequences, size=size) for size in BLOCKS}
     by_block = run_blocks(inputs, sequences, BLOCKS[0]).transpose(1, 2).flatten(0, 1)
     assert torch.allclose(orders["by token"](inputs), by_block, atol=1e-5)
     token = Inputs(*(x[:DECODED] for x in inputs))
     states = torch.randn(DECODED, heads, dim, dim, generator=torch.Generator().manual_seed(1))
     decode: dict[str, Callable[[], object]] = {"by token": lambda: advance_states(token, states, (1,) * DECODED)}
     for size in BLOCKS:
-        block = [x.unflatten(0, (DECODED, -1)).transpose(1, 2) for x in draw_inputs(DECODED * size, heads, dim)]
-        decode[f"C = {size}"] = lambda block=block: multiply_block(states, *block[:3], block[3].log(), block[4])
+        q, k, v, decay, beta = (x.unflatten(0, (DECODED, -1)).transpose(1, 2) for x in draw_inputs(DECODED * size, heads, dim))
+        decode[f"C = {size}"] = partial(multiply_block, states, q, k, v, decay.log(), beta)
     with torch.no_grad():
-        forward = time_turns({name: lambda function=function: function(inputs) for name, function in orders.items()}, repeats)
+        forward = time_turns({name: partial(function, inputs) for name, function in orders.items()}, repeats)
         decoded = time_turns(decode, 5 * repeats)
-    trained = time_turns({name: lambda function=function: train(function, inputs) for name, function in orders.items()}, repeats)
+    trained = time_turns({name: partial(train, function, inputs) for name, function in orders.items()}, repeats)
     return {"forward": forward, "forward and backward": trained, f"decode, {DECODED} sequences": decoded}
 
 

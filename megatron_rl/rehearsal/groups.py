@@ -59,6 +59,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/moe/experts.py": "etp",
     "megatron_rl/mcore/layers/moe/experts.py Dispatcher.token_dispatch": "ep",
     "megatron_rl/mcore/layers/moe/experts.py Dispatcher.token_combine": "ep",
+    "megatron_rl/mcore/layers/attention/gated_delta_net.py": "tp",
     "megatron_rl/mcore/layers/attention/mla.py": "tp",
     "megatron_rl/mcore/layers/mtp.py": "tp",
     "megatron_rl/mcore/layers/mtp.py copy_embedding": "embedding",

@@ -97,7 +97,8 @@ def decode(self: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: torch.T
         raise NotImplementedError("--mamba-radix-cache-strategy extra_buffer is not supported")
     if isinstance(mixed_qkv, torch.Tensor):
         return _advance(self, layer, mixed_qkv, a, b, [1] * len(mixed_qkv), None)
-    mixed, z, b, a = split_contiguous(*mixed_qkv, *_get_heads(layer))
+    qkvz, ba = mixed_qkv
+    mixed, z, b, a = split_contiguous(qkvz, ba, *_get_heads(layer))
     return _advance(self, layer, mixed, a, b, [1] * len(mixed), None), z
 
 

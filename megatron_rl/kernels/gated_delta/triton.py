@@ -400,7 +400,7 @@ def advance(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `kernels.gated_delta.reference.advance`."""
     mixed, a, b, windows = (align(x) for x in (mixed, a, b, windows))
-    weights = DeltaWeights(*(align(x) for x in weights[:3]), weights.heads)
+    weights = DeltaWeights(align(weights.conv), align(weights.a_log), align(weights.dt_bias), weights.heads)
     packed, last = _pack(tuple(lengths), mixed.device), windows.shape[-1]
     states = states.clone(memory_format=torch.contiguous_format)
     x = _convolve(mixed, weights.conv, windows, packed)

@@ -1,6 +1,6 @@
 """Triton kernels for gated delta nets: SGLang's around the delta rule, and this project's own (`megatron_rl.kernels.gated_delta`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.rehearsal.kernels.match import Call, Kernel
@@ -26,7 +26,7 @@ def _advance(call: Call, given: Mapping[str, Any]) -> None:
 
 _PROJECTED = "mixed_qkvz [T *] half (* 1); mixed_ba [T *] half (* 1); mixed_qkv [T *] =mixed_qkvz; z [T H *] =mixed_qkvz"
 _SPLIT = Kernel(f"{_PROJECTED}; b [T H] =mixed_ba; a [T H] =mixed_ba", "mixed_qkvz mixed_ba mixed_qkv z b a")
-KERNELS = {
+KERNELS: dict[str, Kernel | Callable[[Call, Mapping[str, Any]], None]] = {
     "_fused_slot_copy_kernel": Kernel("feat_arr [C] int64; src_arr [N] int64; dst_arr [N] int64", "src_arr dst_arr"),
     "_fused_slot_clear_kernel": Kernel("feat_arr [C] int64; index_arr [N] int64", "index_arr"),
     "_fused_replay_state_indices_kernel": Kernel(
