@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.gated_delta import reference
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, advance
+from megatron_rl.kernels.gates import reference as gates
 
 SHARED_VARIABLE = "MEGATRON_RL_DELTA"  # environment variable of the processes of an engine on a GPU that shares the trainer's delta rule
 _SILU = ("silu", "swish")
@@ -43,7 +43,7 @@ def gate_norm(self: Any, x: torch.Tensor, z: torch.Tensor | None = None) -> torc
     """Replace `forward` of Qwen3.5's `RMSNorm` and of Qwen3-Next's `FusedRMSNormGated`: x and z `[T * v heads, v_dim]`."""
     if z is None or self.activation not in _SILU or getattr(self, "group_size", None) or not getattr(self, "norm_before_gate", True):
         raise NotImplementedError(f"a gated norm other than rms_norm(x) * silu(z) is not supported ({self.activation})")
-    return reference.gate_norm(x, z.reshape(x.shape), self.weight, self.eps)
+    return gates.gate_norm(x, z.reshape(x.shape), self.weight, self.eps)
 
 
 def apply_zero_centered_norm(
@@ -62,13 +62,13 @@ def attend_with_gate(self: Any, positions: torch.Tensor, hidden_states: torch.Te
     q, k, v, gate = self.forward_prepare_native(positions, hidden_states)
     attended = self.attn(q, k, v, forward_batch)
     if gate is not None:
-        attended = reference.gate(attended, gate.reshape(attended.shape))
+        attended = gates.gate(attended, gate.reshape(attended.shape))
     return self.o_proj(attended)[0]
 
 
 def add_gated_shared_expert(x: torch.Tensor, weight: torch.Tensor, shared: torch.Tensor, total: torch.Tensor) -> None:
     """Replace `fused_gate_sigmoid_mul_add`: add shared * sigmoid(x . weight) to `total` `[T, H]` in place. weight: `[H]`."""
-    total += reference.gate(shared, batch_invariant.invariant_matmul(x, weight[None]))
+    total += gates.gate(shared, batch_invariant.invariant_matmul(x, weight[None]))
 
 
 def check_state_dtypes(windows: torch.Tensor, states: torch.Tensor, dtype: torch.dtype) -> None:
@@ -117,6 +117,6 @@ def _advance(
     if fresh is not None:
         windows, states = windows.masked_fill(fresh[:, None, None], 0), states.masked_fill(fresh[:, None, None, None], 0)
     weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, _get_heads(layer))
-    out, windows, states = reference.advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
+    out, windows, states = advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
     all_windows[slots], all_states[slots] = windows, states.transpose(-1, -2)
     return out[None]

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, attend, gate
+from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, attend
+from megatron_rl.kernels.gates.reference import gate
 from rollout_sglang.hooks import gated_delta
 
 HEADS = DeltaHeads(2, 6, 8, 4)
