@@ -3,7 +3,7 @@
     [q k v z] = W_qkvz x        [b a] = W_ba x        y = W_out gate_norm(delta(silu(conv([q k v])), a, b), z)
 
 Every sequence of a packed row starts with an empty state. Megatron's own class needs CUDA, fla and Transformer Engine's layers, and
-keeps the parameters of the decay in BF16.
+keeps the parameters of the decay in BF16. Here they are FP32; like norms, they have no weight decay.
 
 A tensor-parallel rank holds the rows [q ; k ; v ; z] and [b ; a] of its heads, and their channels of the convolution. A context-parallel
 rank exchanges its positions of all heads for all positions of some heads in front of the convolution, and the result back. The operator
@@ -47,7 +47,7 @@ class GatedDeltaNetLayer(MegatronModule):
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetParts, layer_number: int, pg_collection: Any, **_: Any) -> None:
         super().__init__(config)
-        kind = config.attention[layer_number - 1]  # type: ignore[attr-defined]
+        kind = config.attention[layer_number - 1]
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         ranks = self.tp_group.size()
         self.heads = DeltaHeads(kind.k_heads // ranks, kind.v_heads // ranks, kind.k_dim, kind.v_dim)
@@ -85,16 +85,16 @@ class GatedDeltaNetLayer(MegatronModule):
         self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
     ) -> torch.Tensor:
         """Return the rule's output [t, v heads, v_dim]. A context-parallel rank passes and receives its own positions."""
-        conv, decay = take_weight(self.conv1d.weight), (take_weight(self.A_log), take_weight(self.dt_bias))
+        conv, a_log, dt_bias = (take_weight(weight) for weight in (self.conv1d.weight, self.A_log, self.dt_bias))
         if shard is None or shard.size == 1:
-            return attend(DeltaWeights(conv, *decay, self.heads), torch.cat(qkv, -1), a, b, lengths)
+            return attend(DeltaWeights(conv, a_log, dt_bias, self.heads), torch.cat(qkv, -1), a, b, lengths)
         size, rank = shard.size, shard.group.rank()
         parts = [part.unflatten(1, (size, -1)) for part in (*qkv, a, b)]  # equal ranges of heads, one for each rank
         received = shard.to_heads(torch.cat(parts, -1).flatten(1))
         mixed, a, b = received.split([sum(part.shape[-1] for part in parts[:3]), a.shape[1] // size, b.shape[1] // size], -1)
         channels = torch.cat([rows.chunk(size)[rank] for rows in conv.split(list(self.widths[:3]))])
         heads = self.heads._replace(k=self.heads.k // size, v=self.heads.v // size)
-        weights = DeltaWeights(channels, *(each.chunk(size)[rank] for each in decay), heads)
+        weights = DeltaWeights(channels, a_log.chunk(size)[rank], dt_bias.chunk(size)[rank], heads)
         return shard.to_positions(attend(weights, mixed, a, b, lengths))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
