@@ -15,15 +15,16 @@ _PARAMETERS = ("weight", "bias", *NAMES, *DECAY)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL, _SHARED = "mlp.residual", "mlp.shared_experts."
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
-_OPERATORS = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
-_MODULES = {
+_Signs = dict[str, tuple[str, ...]]
+_OPERATORS: _Signs = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
+_MODULES: dict[str, _Signs] = {
     "megatron": {"@": ("self_attention.",), "%": ("mlp.shared_experts.",)},
     "sglang": {"@": ("self_attn.", "linear_attn.", ""), "%": ("mlp.shared_experts.", "mlp.shared_expert.")},
 }
 """What the signs stand for in paths of modules. In hybrid families, the layer itself owns the parts of SGLang's full attention."""
 
 
-def _expand(name: str, signs: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _expand(name: str, signs: _Signs) -> list[str]:
     return [place + name[1:] for place in signs[name[0]]] if name[0] in signs else [name]
 
 
