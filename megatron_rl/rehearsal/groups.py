@@ -72,6 +72,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/moe/router.py": "world",
     "megatron_rl/mcore/layers/linear/row_parallel.py": _CALLER,
     "megatron_rl/mcore/layers/spec.py": _CALLER,
+    "megatron_rl/mcore/layers/moe/shared_experts.py": "tp",
     "megatron_rl/mcore/layers/moe/token_counts.py": "etp*ep",
     "megatron_rl/mcore/passes/logprobs.py": "tp",
     "megatron_rl/mcore/optim/master_slices.py": _CALLER,

@@ -15,9 +15,9 @@ _PARAMETERS = ("weight", "bias", *NAMES, *DECAY)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL, _SHARED = "mlp.residual", "mlp.shared_experts."
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
-_Signs = Mapping[str, tuple[str, ...]]
+_Signs = dict[str, tuple[str, ...]]
 _OPERATORS: _Signs = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
-_MODULES: Mapping[str, _Signs] = {
+_MODULES: dict[str, _Signs] = {
     "megatron": {"@": ("self_attention.",), "%": ("mlp.shared_experts.",)},
     "sglang": {"@": ("self_attn.", "linear_attn.", ""), "%": ("mlp.shared_experts.", "mlp.shared_expert.")},
 }

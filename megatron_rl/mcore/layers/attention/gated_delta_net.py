@@ -3,7 +3,7 @@
     [q k v z] = W_qkvz x        [b a] = W_ba x        y = W_out gate_norm(delta(silu(conv([q k v])), a, b), z)
 
 Every sequence of a packed row starts with an empty state. Megatron's own class needs CUDA, fla and Transformer Engine's layers, and
-keeps the parameters of the decay in BF16.
+keeps the parameters of the decay in BF16. Here they are FP32; like norms, they have no weight decay.
 
 A tensor-parallel rank holds the rows [q ; k ; v ; z] and [b ; a] of its heads, and their channels of the convolution. A context-parallel
 rank exchanges its positions of all heads for all positions of some heads in front of the convolution, and the result back. The operator
@@ -85,7 +85,11 @@ class GatedDeltaNetLayer(MegatronModule):
         self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
     ) -> torch.Tensor:
         """Return the rule's output [t, v heads, v_dim]. A context-parallel rank passes and receives its own positions."""
+<<<<<<< HEAD
         conv, a_log, dt_bias = (take_weight(each) for each in (self.conv1d.weight, self.A_log, self.dt_bias))
+=======
+        conv, a_log, dt_bias = (take_weight(weight) for weight in (self.conv1d.weight, self.A_log, self.dt_bias))
+>>>>>>> s52_J
         if shard is None or shard.size == 1:
             return attend(DeltaWeights(conv, a_log, dt_bias, self.heads), torch.cat(qkv, -1), a, b, lengths)
         size, rank = shard.size, shard.group.rank()
