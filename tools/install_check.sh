@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Check installations by pip and by uv, outside of this checkout: build a wheel, install it into fresh virtual environments, and run it there.
-# Not in CI: it downloads the CPU tier twice, about 1 GB. Prints a line per check and exits with 1 at the first that fails.
-#   bash tools/install_check.sh                      # Python 3.11
-#   INDEX= UV_FIND_LINKS=DIR bash tools/install_check.sh    # without PyTorch's index, with its CPU wheel in DIR
+# Check installations by pip (a wheel) and by uv (the checkout), outside of this checkout, for each Python: in a fresh virtual environment,
+# first with the light dependencies alone, then with the CPU tier, and last the unit tests. Prints a line per check; exits with 1 at the first
+# that fails. Not in CI: it downloads the CPU tier twice per Python, about 1 GB.
+#   bash tools/install_check.sh                            # python3.12 and python3.11
+#   INDEX= UV_FIND_LINKS=DIR bash tools/install_check.sh python3.11    # without PyTorch's index, with its CPU wheel in DIR
+#   INDEX= BUILD=cu130 bash tools/install_check.sh /path/to/python3.13 # with PyPI's CUDA build of torch, 5 GB for each environment
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-python=${PYTHON:-python3.11} index=${INDEX-https://download.pytorch.org/whl/cpu}
+index=${INDEX-https://download.pytorch.org/whl/cpu} build=${BUILD:-cpu}
+[ $# -gt 0 ] || set -- python3.12 python3.11
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-"$python" -m venv "$folder/tools"
+"$1" -m venv "$folder/tools"
 "$folder/tools/bin/pip" -q install uv
 git -C "$root" archive HEAD | (mkdir "$folder/source" && tar x -C "$folder/source")
 "$folder/tools/bin/pip" -q wheel --no-deps --wheel-dir "$folder" "$folder/source"
-wheel=$(ls "$folder"/megatron_rl-*.whl)
 cp -r "$root/configs" "$folder/configs"
 cd "$folder"
 
@@ -23,29 +25,47 @@ cd "$folder"
 check() {
   local output
   output=$("${@:3}" 2>&1 | tr '\n' ' ') || true
-  grep -qE "$2" <<<"$output" || { echo "FAILED $1: ${output: -600}" >&2; exit 1; }
-  echo "passed $1"
+  grep -qE "$2" <<<"$output" || { echo "FAILED $version, $1: ${output: -600}" >&2; exit 1; }
+  echo "passed $version, $1${shown:+: $(grep -oE "$shown" <<<"$output" | tail -n 1)}"
 }
 
-for installer in pip uv; do
-  venv="$folder/$installer"
-  "$python" -m venv "$venv"
-  case $installer in
-    pip) install=("$venv/bin/pip" -q install) ;;
-    uv) install=("$folder/tools/bin/uv" pip install -q --index-strategy unsafe-best-match --python "$venv/bin/python") ;;
-  esac
-  run="$venv/bin/megatron-rl"
-  "${install[@]}" "$wheel"
-  check "$installer: --help" "Usage: megatron-rl" "$run" --help
-  check "$installer: doctor without torch" "torch \(not installed\), megatron-core \(not installed\), sglang \(not installed\); pip install" "$run" doctor
-  check "$installer: plan without torch" "placements tried" "$run" plan configs/qwen3_8b.toml
-  check "$installer: train without torch" "^megatron-rl: train: needs torch, megatron-core, sglang \(not installed\); pip install" "$run" train configs/qwen3_8b.toml
-  check "$installer: no torch came" "^False" "$venv/bin/python" -c "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
-  "${install[@]}" ${index:+--extra-index-url "$index"} "$wheel[cpu]"
-  "$venv/bin/pip" -q install --no-deps --ignore-requires-python -r "$root/launch/requirements-nodeps.txt" # uv has no such option
-  check "$installer: doctor of the CPU tier" "The CPU tier can run" "$run" doctor
-  check "$installer: no CUDA came" "^None" "$venv/bin/python" -c "import torch; print(torch.version.cuda)"
-  check "$installer: a warm start" "." "$venv/bin/python" -m examples.arithmetic.warm_start configs/quickstart.toml
-  check "$installer: two steps" "run folder: " "$run" train configs/quickstart.toml --train.steps=2
-  rm -rf runs "$venv"
+import_times() {
+  local code="import time; start = time.process_time(); import megatron_rl; print(f'{time.process_time() - start:.3f} s')"
+  for _ in 1 2 3 4 5; do "$venv/bin/python" -c "$code"; done | sort -n
+}
+
+run_tests() (
+  cd source
+  "$venv/bin/python" -m pytest -q -p no:cacheprovider -m "not gpu and not long" tests/unit
+)
+
+for python in "$@"; do
+  for installer in pip uv; do
+    version="$("$python" --version), $installer" venv="$folder/$installer" shown=""
+    "$python" -m venv "$venv"
+    case $installer in
+      pip) install=("$venv/bin/pip" -q install) from=$(ls "$folder"/megatron_rl-*.whl) ;;
+      uv) install=("$folder/tools/bin/uv" pip install -q --index-strategy unsafe-best-match --python "$venv/bin/python") from="$folder/source" ;;
+    esac
+    run="$venv/bin/megatron-rl"
+    "${install[@]}" "$from"
+    shown=".*s" check "import in under 0.3 s of CPU time, the best of five" "^0\.[0-2]" import_times
+    check "--help" "Usage: megatron-rl" "$run" --help
+    check "doctor without torch" "torch \(not installed\), megatron-core \(not installed\), sglang \(not installed\); pip install" "$run" doctor
+    check "plan without torch" "placements tried" "$run" plan configs/qwen3_8b.toml
+    check "train without torch" "^megatron-rl: train: needs torch, megatron-core, sglang \(not installed\); pip install" "$run" train configs/qwen3_8b.toml
+    check "no torch came" "^False" "$venv/bin/python" -c "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+    "${install[@]}" ${index:+--extra-index-url "$index"} "$from[cpu]"
+    "$venv/bin/pip" -q install --no-deps --ignore-requires-python -r "$root/launch/requirements-nodeps.txt" # uv has no such option
+    check "torch's build" "\+$build " "$venv/bin/python" -c "import torch; print(torch.__version__)"
+    check "doctor of the CPU tier" "The CPU tier can run" "$run" doctor
+    check "a warm start" "." "$venv/bin/python" -m examples.arithmetic.warm_start configs/quickstart.toml
+    check "two steps" "run folder: " "$run" train configs/quickstart.toml --train.steps=2
+    rm -rf runs
+    if [ $installer = pip ]; then
+      "${install[@]}" "$from[test]"
+      shown="[0-9]+ passed.*" check "unit tests" " [0-9]+ passed.*" run_tests
+    fi
+    rm -rf "$venv"
+  done
 done
