@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check installations by pip (of a wheel) and by uv (of a checkout), outside of this checkout and for each Python in a fresh environment: the
+# Check installations by pip (of a wheel) and by uv (of a checkout) outside of this checkout, for each Python in a fresh environment: the
 # light dependencies alone, then the CPU tier and two steps of the quickstart, then the unit tests (not with 3.11, which CI has). pip alone
 # tries a Python that pyproject.toml does not allow. Prints a line per check; exits with 1 at the first that fails, or last if a test fails.
 # Not in CI: it downloads the CPU tier twice per Python, about 1 GB.
