@@ -1,9 +1,9 @@
 """The parts of tools/interop.sh that run in environments of other programs: generate from an export, and score what others generated.
 
-Imports nothing of this project. Generated samples are JSON: rows of prompt's ids, response's ids, and the response's log-probs or null.
+Imports nothing of this project. A command is a function that takes strings and returns what is printed. Generated samples are JSON: rows of
+prompt's ids, response's ids, and the response's log-probs or null.
 """
 
-import argparse
 import json
 import os
 import random
@@ -29,7 +29,12 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def generate_by_vllm(model: str) -> Rows:
+def save(rows: Rows, file: str) -> str:
+    Path(file).write_text(json.dumps(rows))
+    return f"{len(rows)} responses, {sum(len(row[1]) for row in rows)} tokens"
+
+
+def generate_by_vllm(model: str, output: str) -> str:
     """Generate greedily in float32."""
     from vllm import LLM, SamplingParams
 
@@ -37,14 +42,15 @@ def generate_by_vllm(model: str) -> Rows:
     llm = LLM(model, dtype="float32", max_model_len=256, max_num_seqs=8, enforce_eager=True)
     prompts = [tokenizer.encode(prompt) for prompt in make_prompts()]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
-    outputs = [request.outputs[0] for request in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)]
-    return [
-        (prompt, list(output.token_ids), [row[token].logprob for row, token in zip(output.logprobs, output.token_ids, strict=True)])
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
+    rows: Rows = []
+    for request in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params):
+        response = request.outputs[0]
+        logprobs = [row[token].logprob for row, token in zip(response.logprobs, response.token_ids, strict=True)]
+        rows.append((request.prompt_token_ids, list(response.token_ids), logprobs))
+    return save(rows, output)
 
 
-def generate_by_server(url: str, model: str) -> Rows:
+def generate_by_server(url: str, model: str, output: str) -> str:
     """Generate greedily through OpenAI's interface."""
     tokenizer = load_tokenizer(model)
     rows: Rows = []
@@ -55,13 +61,13 @@ def generate_by_server(url: str, model: str) -> Rows:
         choice = json.load(urllib.request.urlopen(request, timeout=600))["choices"][0]
         response = tokenizer.encode(choice["text"])  # one token per byte; without the end token, whose log-prob comes last
         rows.append((tokenizer.encode(prompt), response, choice["logprobs"]["token_logprobs"][: len(response)]))
-    return rows
+    return save(rows, output)
 
 
-def read_completions(file: str, model: str) -> Rows:
-    """Return the greedy completions of an evaluation."""
+def read_completions(file: str, model: str, output: str) -> str:
+    """Read the greedy completions of an evaluation."""
     tokenizer, lines = load_tokenizer(model), [json.loads(line) for line in Path(file).read_text().splitlines()]
-    return [(tokenizer.encode(line["prompt"]), tokenizer.encode(line["text"]), None) for line in lines]
+    return save([(tokenizer.encode(line["prompt"]), tokenizer.encode(line["text"]), None) for line in lines], output)
 
 
 def load_model(model: str) -> Any:
@@ -71,28 +77,22 @@ def load_model(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).float().eval()
 
 
-def score(model: str, generated: str, adapters: str | None, bound: float, share: float) -> str:
+def score(model: str, generated: str, bound: str, share: str, adapters: str = "") -> str:
     """Score rows by transformers in float32. Fail if too few tokens are its most probable ones, or a log-prob is off by over `bound`."""
-    import torch
-
-    loaded = load_model(model)
-    rows = json.loads(Path(generated).read_text())
+    loaded, rows = load_model(model), json.loads(Path(generated).read_text())
+    most_probable, differences = _compare(loaded, rows)
+    tokens, without = sum(len(row[1]) for row in rows), ""
     if adapters:
         from peft import PeftModel
 
-        plain, _ = _compare(loaded, rows)
-        loaded = PeftModel.from_pretrained(loaded, adapters).eval()
-    with torch.inference_mode():
-        most_probable, differences = _compare(loaded, rows)
-    tokens = sum(len(row[1]) for row in rows)
-    text = f"{most_probable} of {tokens} tokens are the most probable ones"
-    if adapters:
-        text += f", {plain} without the adapters"
-        assert plain < most_probable, f"the adapters change nothing: {text}"
+        plain = most_probable
+        most_probable, differences = _compare(PeftModel.from_pretrained(loaded, adapters).eval(), rows)
+        without = f", {plain} without the adapters"
+        assert plain < most_probable, f"the adapters change nothing: {plain} tokens are the most probable ones with and without them"
+    text = f"{most_probable} of {tokens} tokens are the most probable ones{without}"
     if differences:
         text += f"; log-probs differ by {sum(differences) / len(differences):.1e} on average and at most {max(differences):.1e}"
-        assert max(differences) <= bound, text
-    assert tokens and most_probable >= share * tokens, text
+    assert tokens and most_probable >= float(share) * tokens and all(difference <= float(bound) for difference in differences), text
     return text
 
 
@@ -130,8 +130,9 @@ def dequantize(model: str) -> str:
     return f"{len(loaded)} tensors are equal, {blocks} of them quantized"
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(path: str) -> str:
     """Write tasks of lm-eval-harness: one generates, the other compares log-probs of two answers."""
+    folder = Path(path)
     folder.mkdir()
     rows = [{"question": prompt, "answer": str(sum(map(int, prompt[:-1].split("+"))))} for prompt in make_prompts()]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,32 +144,18 @@ def write_tasks(folder: Path) -> None:
     for name, task, metric in (("generate", generate, "exact_match"), ("choose", choose, "acc")):
         content = {"task": f"interop_{name}", **common, **task, "metric_list": [{"metric": metric}], "metadata": {"version": 1}}
         (folder / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
+    return f"2 tasks of {len(rows)} rows"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("vllm", "served", "completions", "score", "dequantize", "tasks"))
-    parser.add_argument("given", nargs="+")
-    parser.add_argument("--adapters")
-    parser.add_argument("--bound", type=float, default=0.0)
-    parser.add_argument("--share", type=float, default=1.0)
-    arguments = parser.parse_args()
-    generate: dict[str, Callable[..., Rows]] = {"vllm": generate_by_vllm, "served": generate_by_server, "completions": read_completions}
-    if arguments.command in generate:
-        *given, output = arguments.given
-        rows = generate[arguments.command](*given)
-        Path(output).write_text(json.dumps(rows))
-        print(f"{len(rows)} responses, {sum(len(row[1]) for row in rows)} tokens")
-    elif arguments.command == "score":
-        model, generated = arguments.given
-        print(score(model, generated, arguments.adapters, arguments.bound, arguments.share))
-    elif arguments.command == "dequantize":
-        print(dequantize(*arguments.given))
-    else:
-        write_tasks(Path(*arguments.given))
-
+COMMANDS: dict[str, Callable[..., str]] = {
+    "vllm": generate_by_vllm,
+    "served": generate_by_server,
+    "completions": read_completions,
+    "score": score,
+    "dequantize": dequantize,
+    "tasks": write_tasks,
+}
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
+    print(COMMANDS[sys.argv[1]](*sys.argv[2:]), flush=True)
     os._exit(0)  # vLLM's threads may outlive its work

