@@ -85,11 +85,7 @@ class GatedDeltaNetLayer(MegatronModule):
         self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
     ) -> torch.Tensor:
         """Return the rule's output [t, v heads, v_dim]. A context-parallel rank passes and receives its own positions."""
-<<<<<<< HEAD
-        conv, a_log, dt_bias = (take_weight(each) for each in (self.conv1d.weight, self.A_log, self.dt_bias))
-=======
         conv, a_log, dt_bias = (take_weight(weight) for weight in (self.conv1d.weight, self.A_log, self.dt_bias))
->>>>>>> s52_J
         if shard is None or shard.size == 1:
             return attend(DeltaWeights(conv, a_log, dt_bias, self.heads), torch.cat(qkv, -1), a, b, lengths)
         size, rank = shard.size, shard.group.rank()
