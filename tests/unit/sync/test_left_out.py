@@ -20,18 +20,25 @@ from megatron_rl.sync.checks import check_coverage
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.adapters import AdapterGeometry
+from parallel.attention import GatedDeltaNet, LatentAttention, SoftmaxAttention
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import MLAGeometry, ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, intersect, subtract
 from parallel.shards import Rect
 
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 DENSE = small_model(layers=1, adapters=AdapterGeometry(8, ("linear_qkv", "linear_proj")))
-LATENT = ModelGeometry(
-    "deepseek_v3", layers=1, hidden=256, heads=4, kv_heads=4, head_dim=128, ffn=256, vocab=300, experts=replace(SMALL_MOE.experts, count=2),
-    latent=MLAGeometry(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64),
+LATENT = replace(
+    SMALL_MOE, family="deepseek_v3", experts=replace(SMALL_MOE.experts, count=2),
+    attention=(LatentAttention(heads=4, q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64),),
+)  # fmt: skip
+HYBRID = replace(
+    small_model(), family="qwen3_5_text",
+    attention=(
+        GatedDeltaNet(k_heads=4, v_heads=8, k_dim=64, v_dim=64, taps=4), SoftmaxAttention(heads=8, kv_heads=4, head_dim=128, gated=True),
+    ),
 )  # fmt: skip
 PLAIN, QKV, NORM = small_model(layers=1), "*.qkv_proj.weight", "model.norm.weight"
 LEFT_OUT = [
@@ -49,6 +56,11 @@ LEFT_OUT = [
     (SMALL_MOE, EngineLayout(tp=2), "*.gate.weight", Rect(3, 0, 1, 256)),
     (LATENT, EngineLayout(), "*.fused_qkv_a_proj_with_mqa.weight", Rect(256, 0, 64, 256)),
     (LATENT, EngineLayout(tp=2), "*.kv_b_proj.weight", Rect(128, 0, 128, 128)),
+    (HYBRID, EngineLayout(), "*.in_proj_qkvz.weight", Rect(512, 0, 512, 256)),  # v
+    (HYBRID, EngineLayout(tp=2), "*.in_proj_ba.weight", Rect(7, 0, 1, 256)),  # the decay of a head
+    (HYBRID, EngineLayout(), "*.conv1d.weight", Rect(0, 0, 1024, 1)),  # a tap
+    (HYBRID, EngineLayout(tp=2), "*.A_log", Rect(3, 0, 1, 1)),
+    (HYBRID, EngineLayout(tp=2), "*.qkv_proj.weight", Rect(128, 0, 128, 256)),  # the gate of a head
 ]
 CASES = pytest.mark.parametrize(
     "model, engines, name, hole", LEFT_OUT, ids=[f"{model.family} {engines.tp} {name}" for model, engines, name, _ in LEFT_OUT]
