@@ -32,6 +32,10 @@ _MODULES = {  # beginnings of names of engine tensors that no module of the tabl
     "mlp.experts.w13_": ("mlp.experts.gate_up",),
     "mlp.experts.w2_": ("mlp.experts.down",),
     "mlp.gate.": ("mlp.router",),
+    "linear_attn.conv1d.": ("attention.conv",),
+    "linear_attn.A_log": ("attention.delta",),
+    "linear_attn.dt_bias": ("attention.delta",),
+    "attn.": ("attention.core",),  # of a hybrid family
     "self_attn.attn.": ("attention.core",),
     "self_attn.attn_mqa.": ("attention.core",),
     "self_attn.w_kc": ("attention.kv_b.k",),

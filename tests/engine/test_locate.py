@@ -83,6 +83,20 @@ CACHE = {
     "KV scale": (multiply(L1 + "self_attn.attn.kv_scales", 0), "layers.1.attention.core", "KV scale"),
     "cache": ({"path": "cache", "layer": 0}, "layers.0.attention.core", "KV cache"),
 }
+HYBRID = {
+    "values of the delta net": (flip(L0 + "linear_attn.in_proj_qkvz.weight", 600, 7, bit=5), "layers.0.attention.qkvz", "weights"),
+    "gates of the delta net": (flip(L0 + "linear_attn.in_proj_ba.weight", 3, 7, bit=5), "layers.0.attention.ba", "weights"),
+    "a tap": (multiply(L0 + "linear_attn.conv1d.weight", 300, 0, 2, by=-1.0), "layers.0.attention.conv", "weights"),
+    "decay": (multiply(L0 + "linear_attn.A_log", 2, by=-3.0), "layers.0.attention.delta", "weights"),
+    "gated norm": (flip(L0 + "linear_attn.norm.weight", 3, bit=5), "layers.0.attention.gate_norm", "weights"),
+    "output of the delta net": (
+        multiply(L0 + "linear_attn.out_proj.weight_scale_inv", 0, 0),
+        "layers.0.attention.output",
+        "scale of a weight",
+    ),
+    "a gate of attention": (flip(L1 + "qkv_proj.weight", 130, 7, bit=5), "layers.1.attention.qkv", "weights"),
+    "one plus a norm": (multiply(L1 + "input_layernorm.gemma_weight", 3), "layers.1.input_norm", "derived tensor"),
+}
 COARSE = {name: DENSE[name] for name in ("scale", "q and k rows", "a bit of a block", "a row of the embedding", "layer norm")}
 FAST = {"mode": "fp8_unified", "high": "bf16", "reduction": "fast"}
 SUMS = (".attention.output", ".mlp.down", ".mlp")  # of which an engine rank holds only a part if their order is not fixed
@@ -92,6 +106,7 @@ LONG = [
     ("qwen3", FP8, Layout(pp=2), {"tp": 2}, SHARDED),
     ("qwen3_moe", FP8, Layout(tp=2, ep=2, etp=1), {"tp": 2}, SHARDED_EXPERTS),
     ("qwen3", FP8 | {"kv": "e4m3_per_layer"}, Layout(), {}, CACHE),
+    ("qwen3_5_text", FP8, Layout(), {}, HYBRID),
     ("qwen3", FAST, Layout(), {"tp": 2}, COARSE),
     ("qwen3", {"mode": "fp8_rollout", "high": "fp32"}, Layout(), {}, COARSE),
 ]
