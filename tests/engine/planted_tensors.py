@@ -1,7 +1,7 @@
 """The engine's process with one wrong tensor at a time: `python -m planted_tensors`.
 
 The file that `FILE_VARIABLE` names holds the current fault as JSON, {"path": PATH, "change": NAME, ...}; without the file there is none. A
-fault is planted before the next forward pass, or, with "at": "update", in every sync between its bytes and its proof. It is undone when
+fault is planted before the next forward pass, or, with "when": "update", in every sync between its bytes and its proof. It is undone when
 another takes its place.
 """
 
@@ -88,8 +88,8 @@ class Planter:
         """Wrap the last thing that our code does between the bytes and SGLang's hooks."""
         original(model)
         fault = _read_fault()
-        if fault and fault.get("at") == "update":
-            self._change_update(model, **{name: value for name, value in fault.items() if name != "at"})
+        if fault and fault.get("when") == "update":
+            self._change_update(model, **{name: value for name, value in fault.items() if name != "when"})
 
     def _change_update(self, model, path, change, **where):
         for each in path.split("+"):
@@ -123,7 +123,7 @@ class Planter:
 
     def forward(self, original, runner, batch, *args, **named):
         fault = _read_fault()
-        if fault and fault.get("at") == "update":
+        if fault and fault.get("when") == "update":
             fault = None
         rank = runner._weight_checker._placement["tp_rank"]
         if fault != self.fault:

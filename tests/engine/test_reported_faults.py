@@ -17,20 +17,20 @@ from megatron_rl.errors import RunError
 from parallel.layout import Layout
 
 CHECKS = {
-    "byte proof": r"^the sync is not proved: .*\.(weight|weight_scale_inv|w13_weight|e_score_correction_bias|kv_scales|lora_B) of engine "
-    r"rank 0",
+    "byte proof": r"^the sync is not proved: [\w.]+ of engine rank 0 differs from ",
     "coverage": r"^the sync is not proved: engine rank 0: lm_head\.weight",
-    "account of tensors": r"^the sync is not proved: engine rank 0: model\.[\w.]+ (\(.*\) is neither filled by the sync nor known|has moved in "
-    r"memory)",
+    "account of tensors": r"^the sync is not proved: engine rank 0: model\.[\w.]+ (\(.*\) is neither filled by the sync nor known to|has "
+    r"moved in memory)",
     "values of scales": r"^the sync is not proved: engine rank 0: [\w.]+k_scale_float is 2\.0, not 1",
     "canary": r"^the canary fails: engine 0, prompt 0 of 48 tokens, position 48 \(prefill\)",
 }
 L0, L1 = "model.layers.0.", "model.layers.1."
+EXPERT = L1 + "mlp.experts."
 
 
 def update(path, change, **where):
     """A fault between the bytes of a sync and its proof."""
-    return {"path": path, "change": change, "at": "update", **where}
+    return {"path": path, "change": change, "when": "update", **where}
 
 
 def serve(path, change, **where):
@@ -57,13 +57,13 @@ EXPERTS = {
         ),
         "byte proof",
     ),
-    "rows of experts permuted": (update(L1 + "mlp.experts.w2_weight", "swap", first=2, second=3), "byte proof"),
+    "second layers of experts exchanged": (update(EXPERT + "w2_weight", "swap", first=2, second=3), "byte proof"),
     "router bias of the old version": (update(L1 + "mlp.gate.e_score_correction_bias", "keep", rows=[0, None]), "byte proof"),
     "a quantized router": (update(L1 + "mlp.gate.weight", "requantize"), "byte proof"),
     "absorbed weights of another version": (serve(L0 + "self_attn.w_kc", "multiply", at=[0], by=-1.0), "canary"),
 }
 CACHE = {
-    "KV scale of the old version": (update(L1 + "self_attn.attn.kv_scales", "multiply", at=[0], by=2.0), "byte proof"),
+    "another KV scale": (update(L1 + "self_attn.attn.kv_scales", "multiply", at=[0], by=2.0), "byte proof"),
     "a second KV scale": (update(L0 + "self_attn.attn.k_scale_float", "set", value=2.0), "values of scales"),
 }
 
