@@ -76,7 +76,7 @@ def keep_cache(original, *args, **named):
 def hide_cache(original, handler, runner):
     """Claim also that the cache is empty."""
     empty = SimpleNamespace(size=0, available_size=int)
-    hidden = SimpleNamespace(model=runner.model, token_to_kv_pool_allocator=empty)
+    hidden = SimpleNamespace(model=runner.model, token_to_kv_pool_allocator=empty, req_to_token_pool=runner.req_to_token_pool)
     return original(handler, hidden if _is_planted("hidden cache") else runner)
 
 

@@ -1,9 +1,11 @@
 """The engine's process with one wrong tensor at a time: `python -m planted_tensors`.
 
 The file that `FILE_VARIABLE` names holds the current fault as JSON, {"path": PATH, "change": NAME, ...}; without the file there is none. A
-fault is planted before the next forward pass and undone when another takes its place.
+fault is planted before the next forward pass, or, with "when": "update", in every sync between its bytes and its proof. It is undone when
+another takes its place.
 """
 
+import copy
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rollout_sglang import launch_args, server
+from rollout_sglang.hooks import adapters
 from rollout_sglang.process import EngineProcess
 
 FILE_VARIABLE = "MEGATRON_RL_TEST_TENSOR_FAULT_FILE"
@@ -44,18 +47,84 @@ def _swap(tensor, first, second, count=1):
     tensor[second : second + count] = rows
 
 
-CHANGES = {"flip": _flip, "swap": _swap, "multiply": lambda tensor, at, by: tensor[tuple(at)].mul_(by)}
+def _requantize(tensor):
+    tensor.copy_(tensor.to(torch.float8_e4m3fn))
+
+
+def _round_scales(tensor):
+    tensor.copy_(torch.exp2(tensor.log2().ceil()))
+
+
+CHANGES = {
+    "flip": _flip, "swap": _swap, "multiply": lambda tensor, at, by: tensor[tuple(at)].mul_(by), "requantize": _requantize,
+    "round scales": _round_scales,
+}  # fmt: skip
+"""Changes of the bytes of a tensor; those of `Planter._change_update` are more than that."""
+
+
+def _read_fault():
+    file = Path(os.environ[FILE_VARIABLE])
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 class Planter:
     """The fault of this process."""
 
     def __init__(self):
-        self.fault, self.saved = None, []
+        self.fault, self.saved, self.old, self.undo = None, [], {}, []
+
+    def connect(self, original, *args):
+        """Wrap RankHandler._connect: end what is more than wrong bytes, which the next sync overwrites."""
+        while self.undo:
+            self.undo.pop()()
+        return original(*args)
+
+    def start_update(self, original, receiver, live, *args):
+        """Wrap WeightReceiver.start: keep the old version's values."""
+        self.old = {name: tensor.clone() for name, tensor in live.items()}
+        return original(receiver, live, *args)
+
+    def finish_update(self, original, model):
+        """Wrap the last thing that our code does between the bytes and SGLang's hooks."""
+        original(model)
+        fault = _read_fault()
+        if fault and fault.get("when") == "update":
+            self._change_update(model, **{name: value for name, value in fault.items() if name != "when"})
+
+    def _change_update(self, model, path, change, **where):
+        for each in path.split("+"):
+            parent, _, name = each.rpartition(".")
+            owner = model.get_submodule(parent)
+            match change:
+                case "keep":  # rows of the old version
+                    rows = slice(*where["rows"])
+                    getattr(owner, name).detach()[rows] = self.old[each][rows]
+                case "copy":  # the kernel gets a copy of the old version
+                    setattr(owner, f"{name}_swizzled", self.old[each])
+                    self.undo.append(partial(delattr, owner, f"{name}_swizzled"))
+                case "untie":  # the output layer gets a parameter of its own
+                    self.undo.append(partial(setattr, model, "lm_head", owner))
+                    model.lm_head = copy.copy(owner)
+                    model.lm_head._parameters = {name: torch.nn.Parameter(self.old[each], requires_grad=False)}
+                case "move":
+                    tensor = getattr(owner, name)
+                    self.undo.append(partial(setattr, tensor, "data", tensor.detach()))
+                    tensor.data = tensor.detach().clone()
+                case "set":
+                    self.undo.append(partial(setattr, owner, name, getattr(owner, name)))
+                    setattr(owner, name, where["value"])
+                case "twice":  # every adapter, without a wrong byte
+                    settings = adapters.read_settings()
+                    self.undo.append(partial(settings.update, scale=settings["scale"]))
+                    settings["scale"] *= 2
+                case _:
+                    tensor = getattr(owner, name).detach()
+                    CHANGES[change](tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor, **where)
 
     def forward(self, original, runner, batch, *args, **named):
-        file = Path(os.environ[FILE_VARIABLE])
-        fault = json.loads(file.read_text()) if file.exists() else None
+        fault = _read_fault()
+        if fault and fault.get("when") == "update":
+            fault = None
         rank = runner._weight_checker._placement["tp_rank"]
         if fault != self.fault:
             self._undo()
@@ -96,11 +165,17 @@ def plant():
     """Install the planter in this process, which SGLang's processes are forked from."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from rollout_sglang import rank_handler
     from rollout_sglang.hooks import registry
+    from rollout_sglang.weight_receiver import WeightReceiver
 
     registry.verify()
-    planter, original = Planter(), ModelRunner.forward
-    ModelRunner.forward = lambda *args, **named: planter.forward(original, *args, **named)
+    planter, forward, start, refresh = Planter(), ModelRunner.forward, WeightReceiver.start, rank_handler.refresh
+    connect = rank_handler.RankHandler._connect
+    ModelRunner.forward = lambda *args, **named: planter.forward(forward, *args, **named)
+    rank_handler.RankHandler._connect = lambda *args: planter.connect(connect, *args)
+    WeightReceiver.start = lambda *args: planter.start_update(start, *args)
+    rank_handler.refresh = lambda model: planter.finish_update(refresh, model)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Correct bytes that a real engine does not serve: each fault is named before a request is answered, and fixed by the next sync."""
 
+import time
 from functools import partial
 
 import planted_server
@@ -42,8 +43,10 @@ def test_what_keeps_right_weights_from_being_served_is_named(tmp_path):
         for version, (name, line) in enumerate(FAULTS.items(), 1):
             planted_server.set_fault(fault, name)
             world.call(trainer_engine.change_weights, "deepseek_v3", version)
+            began = time.monotonic()
             with pytest.raises(RunError, match=line):
                 world.call(trainer_engine.sync, version, 1 << 20, CANARY)
+            print(f"\n{time.monotonic() - began:.2f} s: {name}", end="")
             planted_server.set_fault(fault)
             assert world.call(trainer_engine.sync, version, 1 << 20, CANARY)[0]["canary"] == 0.0
         generated = world.call(trainer_engine.generate, PROMPTS)[0]
