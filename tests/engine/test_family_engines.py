@@ -1,6 +1,7 @@
 """Every model family on one rank of each side: the live engine has the trainer's log-probs, to the bit, and its graph."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +93,36 @@ def test_experts_latent_and_linear_attention_have_the_same_bits_in_any_layout(fa
         world.call(trainer_engine.sync, 1)
         for _ in range(2):  # then with the prompts' cache
             generated = world.call(trainer_engine.generate, prompts)[0]
+            assert len(generated["engine"]) >= 100
+            assert torch.equal(generated["engine"], generated["trainer"])
+
+
+WIDE = {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
+ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 12, "vocab_size": 301}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family, changes, layout, engine, mode",
+    [
+        ("qwen3_5_text", WIDE, Layout(tp=2), {"tp": 4}, "fp8"),
+        ("qwen3_5_text", WIDE, Layout(), {"tp": 4}, "bf16_kv"),
+        ("qwen3_5_text", ODD, Layout(tp=2), {}, "bf16"),
+        ("qwen3_5_text", ODD | {"num_hidden_layers": 7}, Layout(cp=2), {"tp": 2}, "fp32"),
+        ("qwen3_next", WIDE | {"shared_expert_intermediate_size": 512}, Layout(tp=2, ep=2, etp=1), {"tp": 4, "ep": 2}, "fp8_bf16"),
+        ("qwen3_5_moe_text", ODD, Layout(dp=2, ep=2), {"tp": 2, "ep": 2}, "bf16_layer_kv"),
+    ],
+)
+def test_hybrids_of_any_shape_have_the_same_bits(family, changes, layout, engine, mode, tmp_path):
+    """Unequal heads, an odd number of layers, prompts in chunks of 40, and a filter of tokens."""
+    prompts = [[11 * token % 250 for token in range(length)] for length in (1, 2, 39, 40, 41, 63, 65, 200, 333)]
+    with World(layout.world_size, tmp_path / "world") as world:
+        rollout = {"chunked_prefill_size": 40, **engine}
+        world.call(partial(trainer_engine.start_architecture, **changes), family, tmp_path, MODES[mode], layout, rollout, True)
+        world.call(trainer_engine.sync, 1)
+        for sampling in ({}, {"top_p": 0.9, "top_k": 100, "record_kept_tokens": True}):  # then with the prompts' cache
+            generated = world.call(trainer_engine.generate, prompts, 16, sampling)[0]
             assert len(generated["engine"]) >= 100
             assert torch.equal(generated["engine"], generated["trainer"])
 

@@ -160,7 +160,7 @@ def _write_architecture(kind, folder, precision, layout, seed):
     """Write a checkpoint on rank 0, with as many layers as the stages need. Return its folder."""
     if is_rank0():
         layers = max(2, layout.pp * layout.vpp + layout.first_stage_layers)
-        write_model(folder, kind, precision, seed, num_hidden_layers=layers, **_changes)
+        write_model(folder, kind, precision, seed, **{"num_hidden_layers": layers} | _changes)
     dist.barrier()
     return folder
 
