@@ -99,7 +99,7 @@ def test_experts_latent_and_linear_attention_have_the_same_bits_in_any_layout(fa
 
 WIDE = {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
-ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 12, "vocab_size": 301}
+ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 12, "vocab_size": 302}
 
 
 @pytest.mark.long
