@@ -38,8 +38,9 @@ def save_live(to, trainer):
     contract = trainer.contract
     tensors = gather_tensors(trainer.collect_named_tensors(), geometry, trainer.layout, contract.format_of)
     if tensors:
+        shaped = {name: tensors[name].view(tensor.shape) for name, tensor in geometry.tensors().items()}
         to.mkdir(parents=True)
-        write_checkpoint(to, describe_weights(trainer.hf_config, contract), tensors, trainer.folder)
+        write_checkpoint(to, describe_weights(trainer.hf_config, contract), {**tensors, **shaped}, trainer.folder)
     dist.barrier()
 
 

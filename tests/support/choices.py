@@ -65,6 +65,7 @@ TOGETHER: dict[str, dict[str, dict[str, Any]]] = {  # each choice meets each oth
         "teacher's k3": _TEACHER | {"teacher.kl_in": "loss", "teacher.kl_estimator": "k3"},
         "lora": {"lora.rank": 8},
         "lora of MLPs": {"lora.rank": 8, "lora.targets": '["linear_fc1", "linear_fc2"]'},
+        "lora of delta nets": {"lora.rank": 8, "lora.targets": '["in_proj_qkvz", "out_proj"]'},
     },
     "KL": {
         "none": {},

@@ -84,7 +84,9 @@ class LightEngine:
         checker = SimpleNamespace(_placement={"tp_rank": 0, "tp_size": 1})
         cache = SimpleNamespace(size=8, available_size=lambda: 8)
         pool = SimpleNamespace(k_buffer=[torch.zeros(8)])
-        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache, token_to_kv_pool=pool)
+        self._runner = SimpleNamespace(
+            model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache, token_to_kv_pool=pool, req_to_token_pool=None
+        )
         self._one_at_a_time = threading.Lock()
 
     def answer(self, path, body):
