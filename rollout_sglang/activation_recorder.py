@@ -21,7 +21,7 @@ import torch
 from megatron_rl.precision.activation_hooks import ENGINE, HookPoint, RankHeads, attach_hooks, list_hook_points, number_columns
 from megatron_rl.precision.sketch import Recording, RowRecorder, Values, add_recordings, name_copy, pack_recording, unpack_recording
 from rollout_sglang import derived_tensors
-from rollout_sglang.hooks import dequant_cache, tree_reduction
+from rollout_sglang.hooks import tree_reduction
 
 VERBS = ("record", "recording", "recorded values", "stop recording", "stale")
 
@@ -103,7 +103,7 @@ class RecordingRank:
         """Return the rank's answer. Raise ValueError if nothing is recorded."""
         verb = request["verb"]
         if verb == "stale":
-            return find_stale(runner.model)
+            return derived_tensors.find_stale(runner.model)
         if verb in ("record", "stop recording"):
             if self._recorder is not None:
                 self._recorder.stop()
@@ -117,22 +117,6 @@ class RecordingRank:
             return {"recording": base64.b64encode(pack_recording(self._recorder.read(request["ids"], request["prompt"]))).decode()}
         values = self._recorder.get_values(request["op"], request["token"])
         return {"columns": json.dumps(values.columns), "values": json.dumps(values.values)}
-
-
-def find_stale(model: torch.nn.Module) -> dict[str, str]:
-    """Return the derived tensors that differ from those derived anew from the live weights, with a description."""
-    stale = {}
-    for found in derived_tensors.find_tensors(model):
-        rules = (rule for pattern, rule in derived_tensors.DERIVED.items() if found.path.endswith(pattern.lstrip("*")))
-        for derive in rules:
-            differing = int((found.tensor.detach() != derive(found.owner)).sum())
-            if differing:
-                stale[found.path] = f"{differing} of its {found.tensor.numel()} values are not those derived from the live weights"
-    spans = [(name, value.data_ptr(), value.data_ptr() + value.nbytes) for name, value in model.named_parameters()]
-    for data, differing, size in dequant_cache.find_stale():
-        name = next((name for name, first, end in spans if first <= data.data_ptr() < end), "an unknown weight")
-        stale[name] = f"{differing} of the {size} values of its float copy are not those of its bytes"
-    return stale
 
 
 class RecordingRequests:

@@ -148,6 +148,20 @@ def find_unknown(model: torch.nn.Module, filled: Iterable[torch.Tensor]) -> list
     ]
 
 
+def find_stale(model: torch.nn.Module) -> dict[str, str]:
+    """Return the derived tensors, and the weights' float copies, that differ from those derived anew from the live weights, by name with a
+    description."""
+    stale = {}
+    for found in find_tensors(model):
+        if (derive := _matches(found.path, DERIVED)) and (differing := int((found.tensor.detach() != derive(found.owner)).sum())):
+            stale[found.path] = f"{differing} of its {found.tensor.numel()} values are not those derived from the live weights"
+    spans = [(name, *_span(weight)) for name, weight in model.named_parameters()]
+    for data, differing, size in dequant_cache.find_stale():
+        name = next((name for name, first, end in spans if first <= data.data_ptr() < end), "an unknown weight")
+        stale[name] = f"{differing} of the {size} values of its float copy are not those of its bytes"
+    return stale
+
+
 def _join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return memory ranges, sorted, with those joined that follow each other: a tensor may be made up of several proved tensors."""
     joined: list[tuple[int, int]] = []

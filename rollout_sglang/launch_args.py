@@ -124,12 +124,13 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
-        has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in read_config(model_path)
+        hf_config = read_config(model_path)
+        has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in hf_config
         if has_states:
             options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
             flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
-        unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in read_config(model_path)
+        unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in hf_config
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-backend-prefill"] = "disabled"
     else:

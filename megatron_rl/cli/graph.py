@@ -1,16 +1,15 @@
 """The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
 import json
-import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
-from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
@@ -29,9 +28,7 @@ from parallel.layout import Layout
 def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool:
     """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this. Raise
     UserError before anything heavy starts, RunError if trainer or engine cannot be started or read."""
-    for option, file in (("--svg", svg), ("--json", json_file)):
-        if file is not None and not os.path.isdir(file.absolute().parent):
-            raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")
+    check_output_files({"--svg": svg, "--json": json_file})
     config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:

@@ -1,12 +1,12 @@
 """The command `locate`: starts trainer and engine as a run would, fills the engine, and walks both through one prompt."""
 
 import json
-import os
 import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
 from megatron_rl.errors import UserError
@@ -33,8 +33,7 @@ from parallel.layout import Layout
 def locate_difference(config: Config, run: Path | None, text: str | None, json_file: Path | None) -> bool:
     """Print where trainer and engine differ first. Return True if they do not. Under torchrun, every rank calls this. Raise UserError
     before anything heavy starts, RunError if trainer or engine cannot be started or the sync is not proved."""
-    if json_file is not None and not os.path.isdir(json_file.absolute().parent):
-        raise UserError("--json", str(json_file), "is in a folder that does not exist", "create the folder or name another file")
+    check_output_files({"--json": json_file})
     config = pin_model(config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": 1})}))
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:

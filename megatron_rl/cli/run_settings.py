@@ -1,8 +1,8 @@
-"""Settings of a command that takes a run's folder or a TOML file. Does not import torch."""
+"""Arguments that several commands have: a run's folder or a TOML file, and files to write. Does not import torch."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -10,7 +10,15 @@ from pydantic import ValidationError
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.errors import to_user_error
 from megatron_rl.config.loading import apply_overrides
+from megatron_rl.errors import UserError
 from megatron_rl.observability.run_folder import read_run
+
+
+def check_output_files(files: Mapping[str, Path | None]) -> None:
+    """Raise UserError for an option whose file, if any, is in a folder that does not exist."""
+    for option, file in files.items():
+        if file is not None and not os.path.isdir(file.absolute().parent):
+            raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")
 
 
 def read_settings(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:

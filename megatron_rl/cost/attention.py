@@ -6,9 +6,7 @@ from typing import Any
 
 from megatron_rl.cost.operators import Operator, RankShapes, column_input, norm_bytes, row_input
 from parallel.attention import AttentionKind, GatedDeltaNet, LatentAttention, SoftmaxAttention
-
-STATE_EVERY = 64
-"""Tokens between two states of a gated delta net that a forward pass keeps (`megatron_rl.kernels.gated_delta`)."""
+from parallel.attention.gated_delta_net import SPAN
 
 
 def list_attention_operators(shapes: RankShapes, kind: AttentionKind) -> Iterator[Operator]:
@@ -24,11 +22,11 @@ def count_attention_working(shapes: RankShapes, kind: AttentionKind) -> float:
     """Return the most bytes of gradients and temporary tensors of a layer's attention.
 
     Gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the query; on the CPU tier about 10 T q b bytes,
-    measured. A gated delta net has the gradients of its inputs, FP32, and the states of `STATE_EVERY` tokens.
+    measured. A gated delta net has the gradients of its inputs, FP32, and the states of `SPAN` tokens.
     """
     b, tp = shapes.job.high_bytes, shapes.layout.tp
     if isinstance(kind, GatedDeltaNet):
-        states = min(shapes.tokens, STATE_EVERY) * kind.v_width * kind.k_dim
+        states = min(shapes.tokens, SPAN) * kind.v_width * kind.k_dim
         return 4 * (2 * shapes.tokens * kind.channels + states) / tp
     q, kv = _head_widths(kind, tp)
     return shapes.tokens * (10 * b * q if shapes.cpu else b * 2 * (q + kv) + 4 * q)
@@ -80,7 +78,7 @@ def _list_delta(shapes: RankShapes, kind: GatedDeltaNet) -> Iterator[Operator]:
     T, b, w, tp = shapes.tokens, shapes.job.high_bytes, shapes.operand_bytes, shapes.layout.tp
     c, v, heads = kind.channels / tp, kind.v_width / tp, kind.v_heads / tp
     yield Operator(column_input(shapes, shapes.job.model.hidden, "in_proj_qkvz"))
-    moved, states = T * b * (c + 2 * heads + v), 4 * math.ceil(T / STATE_EVERY) * v * kind.k_dim
+    moved, states = T * b * (c + 2 * heads + v), 4 * math.ceil(T / SPAN) * v * kind.k_dim
     if shapes.cpu:
         kept = T * (c * (b + 4) + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads))
         norm = 4 * T * (6 * v + heads)

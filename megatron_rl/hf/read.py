@@ -132,12 +132,12 @@ class HFCheckpoint:
 
     def _check_stacks(self, model: ModelGeometry) -> None:
         """Raise UserError if a stack of experts is not [E, rows, columns] for the model's number of experts E."""
+        count = model.experts.count if model.experts else 0
         for name in {self._find_stored(tensor.name) for tensor in model.tensors().values()} - model.tensors().keys():
-            count = model.experts.count if model.experts else 0
-            if name in self._file_of and ((shape := self._open_file(self._file_of[name]).get_slice(name).get_shape())[0], len(shape)) != (
-                count,
-                3,
-            ):
+            if name not in self._file_of:
+                continue
+            shape = self._open_file(self._file_of[name]).get_slice(name).get_shape()
+            if len(shape) != 3 or shape[0] != count:
                 raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
 
     def check_copies(self, model: ModelGeometry) -> None:

@@ -2,7 +2,8 @@
 
 Operators have the names of the precision graph, with five more: `input` of a layer and `norm.input` are the residual stream,
 `attention.rope.q` and `attention.rope.k` are queries and keys as the attention gets them, and `mlp` is the result of dense MLP or experts.
-`attention.core` is the input of the output projection, `mlp.router` the weights of a token's experts.
+`attention.core` is the input of the output projection, `mlp.router` the weights of a token's experts. The tables use the signs of the
+precision graph's (`graph.decoder.MODULES`), except for `attn`, which in a gated delta net is another operator.
 """
 
 import re
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from megatron_rl.precision.graph.decoder import MODULES, OPERATORS, expand
 
 TRAINER, ENGINE = 0, 1
 
@@ -26,36 +29,34 @@ class HookPoint(NamedTuple):
 
 _LAYERS = "decoder.layers.*.", "model.layers.*."
 _TABLE = """
-    input                       whole  input_layernorm:in0                  input_layernorm:out1
-    input_norm                  whole  input_layernorm:out                  input_layernorm:out
-    attention.qkv               qkv    self_attention.linear_qkv:out        self_attn.qkv_proj:out qkv_proj:out
-    attention.q_norm            split  self_attention.q_layernorm:out       self_attn.q_norm:out q_norm:out
-    attention.k_norm            kv     self_attention.k_layernorm:out       self_attn.k_norm:out k_norm:out
-    attention.q_a               whole  self_attention.q_layernorm:in0       self_attn.q_a_layernorm:in0
-    attention.q_a_norm          whole  self_attention.q_layernorm:out       self_attn.q_a_layernorm:out
-    attention.q_b               split  self_attention.linear_q_up_proj:out  self_attn.q_b_proj:out
-    attention.q_b               split  self_attention.linear_q_proj:out     self_attn.q_proj:out
-    attention.kv_a              whole  self_attention.kv_layernorm:in0      self_attn.kv_a_layernorm:in0
-    attention.kv_a_norm         whole  self_attention.kv_layernorm:out      self_attn.kv_a_layernorm:out
-    attention.rope.q            split  self_attention.core_attention:in0    self_attn.attn:in0 self_attn.attn_mqa:in0 attn:in0
-    attention.rope.k            kv     self_attention.core_attention:in1    self_attn.attn:in1 self_attn.attn_mqa:in1 attn:in1
-    attention.core              split  self_attention.linear_proj:in0       self_attn.o_proj:in0 o_proj:in0
-    attention.output            sum    self_attention.linear_proj:out       self_attn.o_proj:out o_proj:out
-    attention.gate_norm         split  self_attention.out_proj:in0          linear_attn.out_proj:in0
-    attention.output            sum    self_attention.out_proj:out          linear_attn.out_proj:out
-    attention.post_norm         whole  self_attn_bda.norm:out               post_self_attn_layernorm:out
-    attention.residual          whole  pre_mlp_layernorm:in0                post_attention_layernorm:out1
-    post_attention_norm         whole  pre_mlp_layernorm:out                post_attention_layernorm:out
-    mlp.gate_up                 pairs  mlp.linear_fc1:out                   mlp.gate_up_proj:out
-    mlp.swiglu                  split  mlp.linear_fc2:in0                   mlp.down_proj:in0
-    mlp.down                    sum    mlp.linear_fc2:out                   mlp.down_proj:out
-    mlp.router                  whole  mlp.router:out                       mlp.topk:out
-    mlp.shared_experts.gate_up  pairs  mlp.shared_experts.linear_fc1:out    mlp.shared_experts.gate_up_proj:out
-    mlp.shared_experts.gate_up  pairs  -                                    mlp.shared_expert.gate_up_proj:out
-    mlp.shared_experts.swiglu   split  mlp.shared_experts.linear_fc2:in0    mlp.shared_experts.down_proj:in0
-    mlp.shared_experts.swiglu   split  -                                    mlp.shared_expert.down_proj:in0
-    mlp                         sum    mlp:out                              mlp:out
-    mlp.post_norm               whole  mlp_bda.norm:out                     post_mlp_layernorm:out
+    input                whole  input_layernorm:in0      input_layernorm:out1
+    input_norm           whole  input_layernorm:out      input_layernorm:out
+    @qkv                 qkv    @linear_qkv:out          @qkv_proj:out
+    @q_norm              split  @q_layernorm:out         @q_norm:out
+    @k_norm              kv     @k_layernorm:out         @k_norm:out
+    @q_a                 whole  @q_layernorm:in0         @q_a_layernorm:in0
+    @q_a_norm            whole  @q_layernorm:out         @q_a_layernorm:out
+    @q_b                 split  @linear_q_up_proj:out    @q_b_proj:out
+    @q_b                 split  @linear_q_proj:out       @q_proj:out
+    @kv_a                whole  @kv_layernorm:in0        @kv_a_layernorm:in0
+    @kv_a_norm           whole  @kv_layernorm:out        @kv_a_layernorm:out
+    @rope.q              split  @core_attention:in0      self_attn.attn:in0 attn:in0 self_attn.attn_mqa:in0
+    @rope.k              kv     @core_attention:in1      self_attn.attn:in1 attn:in1 self_attn.attn_mqa:in1
+    @core                split  @linear_proj:in0         @o_proj:in0
+    @output              sum    @linear_proj:out         @o_proj:out
+    @gate_norm           split  @out_proj:in0            @out_proj:in0
+    @output              sum    @out_proj:out            @out_proj:out
+    @post_norm           whole  self_attn_bda.norm:out   post_self_attn_layernorm:out
+    @residual            whole  pre_mlp_layernorm:in0    post_attention_layernorm:out1
+    post_attention_norm  whole  pre_mlp_layernorm:out    post_attention_layernorm:out
+    mlp.gate_up          pairs  mlp.linear_fc1:out       mlp.gate_up_proj:out
+    mlp.swiglu           split  mlp.linear_fc2:in0       mlp.down_proj:in0
+    mlp.down             sum    mlp.linear_fc2:out       mlp.down_proj:out
+    mlp.router           whole  mlp.router:out           mlp.topk:out
+    %gate_up             pairs  %linear_fc1:out          %gate_up_proj:out
+    %swiglu              split  %linear_fc2:in0          %down_proj:in0
+    mlp                  sum    mlp:out                  mlp:out
+    mlp.post_norm        whole  mlp_bda.norm:out         post_mlp_layernorm:out
 """
 _ENDS = """
     embedding                   whole  embedding:out                         model.embed_tokens:out
@@ -65,13 +66,13 @@ _ENDS = """
 
 
 def list_hook_points(side: int) -> list[HookPoint]:
-    """Return the points of one side, TRAINER or ENGINE. In their names, `*` stands for the number of a layer. "-" names no module."""
-    points = []
+    """Return the points of one side, TRAINER or ENGINE. In their names, `*` stands for the number of a layer."""
+    points, signs = [], MODULES["sglang" if side == ENGINE else "megatron"]
     for table, prefix, path in ((_TABLE, "layers.*.", _LAYERS[side]), (_ENDS, "", "")):
         for op, columns, trainer, *engine in map(str.split, table.strip().splitlines()):
-            for text in engine if side == ENGINE else [trainer][trainer == "-" :]:
-                module, _, place = text.partition(":")
-                points.append(HookPoint(prefix + op, columns, path + module, place))
+            for text in engine if side == ENGINE else [trainer]:
+                name, _, place = text.partition(":")
+                points += [HookPoint(prefix + expand(op, OPERATORS)[0], columns, path + each, place) for each in expand(name, signs)]
     return points
 
 

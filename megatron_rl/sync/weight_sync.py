@@ -197,9 +197,8 @@ class WeightSync:
             raise RunError(
                 f"the sync is not proved: {len(reports)} engine ranks account for their tensors, the plan has {len(self._sizes)}"
             )
+        _refuse_wrong(reports)
         for rank, report in enumerate(reports):
-            if report.wrong:
-                raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
             if (report.tensors, report.nbytes) != self._sizes[rank]:
                 found, planned = f"{report.tensors} weights of {report.nbytes} bytes", "{} of {}".format(*self._sizes[rank])
                 raise RunError(f"the sync is not proved: engine rank {rank} accounts for {found}, the plan for {planned}")
@@ -208,9 +207,7 @@ class WeightSync:
     def _check_copies(self) -> int:
         """Return the number of copies of weights that were recomputed. Raise RunError if one of them differs."""
         reports = self._engine.run(lambda engine: engine.check_copies(), list[ServedReport])
-        for rank, report in enumerate(reports):
-            if report.wrong:
-                raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
+        _refuse_wrong(reports)
         return sum(report.derived for report in reports)
 
     @staticmethod
@@ -221,6 +218,13 @@ class WeightSync:
         engine.admit()
         if canary is not None:
             canary.ask(engine)
+
+
+def _refuse_wrong(reports: list[ServedReport]) -> None:
+    """Raise RunError if an engine rank must not serve."""
+    for rank, report in enumerate(reports):
+        if report.wrong:
+            raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
 
 
 @dataclass(frozen=True)

@@ -137,14 +137,12 @@ def make_report(
         token = first.differing[0]
         phase = "prefill" if token < walk.prompt_tokens else "decoding"
         report["first"] = {
-            **{
-                "result": first.op,
-                "engine_rank": first.rank,
-                "token": token,
-                "id": walk.ids[token],
-                "phase": phase,
-                "dtypes": first.dtypes,
-            },
+            "result": first.op,
+            "engine_rank": first.rank,
+            "token": token,
+            "id": walk.ids[token],
+            "phase": phase,
+            "dtypes": first.dtypes,
             "element": element and asdict(element),
         }
     return report

@@ -12,6 +12,9 @@ from parallel.shards import HFTensor, Region, Weight, make_vector, make_weight, 
 if TYPE_CHECKING:
     from parallel.formats import TensorFormat
 
+SPAN = 64
+"""Tokens between two states that a forward pass keeps for the backward pass."""
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet(AttentionKind):

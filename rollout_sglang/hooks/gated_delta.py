@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, advance
+from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.reference import advance
 from megatron_rl.kernels.gates import reference as gates
 
 SHARED_VARIABLE = "MEGATRON_RL_DELTA"  # environment variable of the processes of an engine on a GPU that shares the trainer's delta rule

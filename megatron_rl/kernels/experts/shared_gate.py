@@ -3,7 +3,7 @@
 import torch
 
 from megatron_rl.kernels.batch_invariant import invariant_matmul
-from megatron_rl.kernels.gated_delta.reference import gate
+from megatron_rl.kernels.gates.reference import gate
 
 
 def gate_shared_experts(x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

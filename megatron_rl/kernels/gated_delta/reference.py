@@ -19,12 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels.batch_invariant import apply_elementwise, sigmoid
-from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaWeights
 from megatron_rl.kernels.gated_delta.scan import Inputs, Scan, advance_states
-from megatron_rl.kernels.gates.reference import gate, gate_norm
 from megatron_rl.precision.threads import single_threaded
-
-__all__ = ["DeltaHeads", "DeltaWeights", "advance", "attend", "gate", "gate_norm"]  # all that a layer needs
 
 
 def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

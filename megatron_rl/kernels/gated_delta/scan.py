@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.precision.threads import single_threaded
+from parallel.attention.gated_delta_net import SPAN
 
-SPAN = 64
 _PART = 1 << 17  # numbers of the states that a step updates, 512 KiB
 
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
-from megatron_rl.kernels.gated_delta.scan import SPAN
 from megatron_rl.kernels.gates.triton import align
+from parallel.attention.gated_delta_net import SPAN
 
 ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 STATE_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}

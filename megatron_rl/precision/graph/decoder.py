@@ -16,15 +16,15 @@ _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL, _SHARED = "mlp.residual", "mlp.shared_experts."
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
 _Signs = dict[str, tuple[str, ...]]
-_OPERATORS: _Signs = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
-_MODULES: dict[str, _Signs] = {
+OPERATORS: _Signs = {"@": ("attention.",), "%": ("mlp.shared_experts.",)}  # what the signs of the tables stand for in names of operators
+MODULES: dict[str, _Signs] = {
     "megatron": {"@": ("self_attention.",), "%": ("mlp.shared_experts.",)},
     "sglang": {"@": ("self_attn.", "linear_attn.", ""), "%": ("mlp.shared_experts.", "mlp.shared_expert.")},
 }
 """What the signs stand for in paths of modules. In hybrid families, the layer itself owns the parts of SGLang's full attention."""
 
 
-def _expand(name: str, signs: _Signs) -> list[str]:
+def expand(name: str, signs: _Signs) -> list[str]:
     return [place + name[1:] for place in signs[name[0]]] if name[0] in signs else [name]
 
 
@@ -34,10 +34,8 @@ def _parse(text: str) -> Table:
     table: Table = {}
     for name, kind, *rest in (line.split() for line in text.strip().splitlines()):
         columns = {key: values.split(",") for key, values in (part.split("=") for part in rest)}
-        names = {
-            key: [each for value in values for each in _expand(value, _MODULES.get(key, _OPERATORS))] for key, values in columns.items()
-        }
-        table[_expand(name, _OPERATORS)[0]] = kind, names
+        names = {key: [each for value in values for each in expand(value, MODULES.get(key, OPERATORS))] for key, values in columns.items()}
+        table[expand(name, OPERATORS)[0]] = kind, names
     return table
 
 

@@ -7,7 +7,7 @@ from support.geometries import HYBRIDS
 
 from megatron_rl.config import Config
 from megatron_rl.cost.activations import count_layer_activations
-from megatron_rl.cost.attention import STATE_EVERY
+from megatron_rl.cost.attention import SPAN as COUNTED_SPAN
 from megatron_rl.cost.operators import RankShapes, count_flops_per_token
 from megatron_rl.cost.weights import count_kv_bytes_per_token, count_kv_cache, count_layer_kinds, count_state_bytes_per_request
 from megatron_rl.cost.workload import Candidate, Workload
@@ -54,4 +54,4 @@ def test_stages_count_kinds_of_layers_and_both_keep_activations():
 
 
 def test_states_are_kept_as_often_as_the_operator_keeps_them():
-    assert STATE_EVERY == SPAN
+    assert COUNTED_SPAN == SPAN

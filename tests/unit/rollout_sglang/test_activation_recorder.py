@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_sglang.activation_recorder import RecordingRank, find_stale
+from rollout_sglang.activation_recorder import RecordingRank
+from rollout_sglang.derived_tensors import find_stale
 from rollout_sglang.hooks import dequant_cache
 
 

@@ -26,7 +26,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, attend, gate_norm
+from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.reference import attend
+from megatron_rl.kernels.gates.reference import gate_norm
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.passes.context_parallel import ContextShard

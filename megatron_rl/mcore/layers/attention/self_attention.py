@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 
-from megatron_rl.kernels.gated_delta.reference import gate
+from megatron_rl.kernels.gates.reference import gate
 from megatron_rl.kernels.heads import Heads, Norms
 from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope

@@ -11,7 +11,8 @@ from support.delta_rule import ADVANCE_CASES, advance_in_cuts, attend_plainly, c
 from support.kernel_tests import random
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, advance, attend
+from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.reference import advance, attend
 from megatron_rl.kernels.gated_delta.scan import lay_out
 
 HEADS = DeltaHeads(2, 6, 32, 48)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.kernels.gated_delta.reference import DeltaHeads, DeltaWeights, attend
+from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.reference import attend
 from megatron_rl.kernels.gates.reference import gate
 from rollout_sglang.hooks import gated_delta
 
