@@ -166,11 +166,11 @@ class HFConfig:
         """Return the number of layers."""
         return self.size("num_hidden_layers", most=MOST_LAYERS)
 
-    def in_every_layer(self, kind: Kind) -> tuple[Kind, ...]:
-        """Return an attention for every layer. Raise GeometryError if `layer_types` names another kind."""
+    def in_every_layer(self, kind: Kind, name: str = "full_attention") -> tuple[Kind, ...]:
+        """Return an attention for every layer. Raise GeometryError if `layer_types` names another kind than `name`."""
         layers, layer_types = self.layers(), self.get("layer_types")
-        if layer_types is not None and layer_types != ["full_attention"] * layers:
-            raise refuse("layer_types", layer_types, "full_attention in every layer")
+        if layer_types is not None and layer_types != [name] * layers:
+            raise refuse("layer_types", layer_types, f"{name} in every layer")
         return (kind,) * layers
 
     def head_counts(self) -> tuple[int, int]:

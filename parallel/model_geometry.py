@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -103,9 +103,20 @@ class ModelGeometry:
         unknown = fields.refuse_unread()
         return {**{name: value for name, value in config.items() if name not in {*unknown, WRAPPER}}, **fields.defaults, **named}
 
+    @staticmethod
+    def describe_to_engine(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `resolve_config` as an engine gets it, which may serve the family as another one."""
+        describe: Callable[..., dict[str, Any]] = getattr(load_family(unwrap(config).get("model_type")), "describe_to_engine", dict)
+        return describe(ModelGeometry.resolve_config(config))
+
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Longest sequence for which trainer and engine compute this model, or None for any length."""
+        return min((kind.most_tokens for kind in self.attention if kind.most_tokens is not None), default=None)
 
     @property
     def rope(self) -> Rope:
@@ -169,6 +180,16 @@ class ModelGeometry:
     def tensors(self) -> dict[str, HFTensor]:
         """Return every tensor of the checkpoint by its Hugging Face name, as a shared dictionary that must not be changed."""
         return _list_tensors(self)
+
+    def list_kept(self, layers: Iterable[int] | None = None) -> dict[str, HFTensor]:
+        """Return the tensors of layers that neither trainer nor engine has, by name; by default those of all but MTP layers."""
+        kinds = ((layer, self.attention_of(layer)) for layer in (range(self.layers) if layers is None else layers))
+        kept = (kind.list_kept(self.hidden, f"model.layers.{layer}.{kind.module}.") for layer, kind in kinds)
+        return {tensor.name: tensor for of_layer in kept for tensor in of_layer}
+
+    def is_kept_tensor(self, name: str) -> bool:
+        """Return whether a checkpoint name belongs to an indexer of sparse attention."""
+        return self.most_tokens is not None and ".self_attn.indexer." in name
 
     def is_mtp_tensor(self, name: str) -> bool:
         """Return whether a checkpoint name belongs to a layer for multi-token prediction."""

@@ -53,7 +53,7 @@ def list_mtp_copies(model: ModelGeometry, number: int) -> dict[str, HFTensor]:
 
 def can_train_mtp(model: ModelGeometry) -> bool:
     """Return whether the trainer has the MTP layers of the model's family."""
-    return hasattr(load_family(model.family), "list_mtp_copies")
+    return hasattr(load_family(model.family), "list_mtp_copies") and model.most_tokens is None
 
 
 def list_copies(model: ModelGeometry, number: int) -> dict[str, HFTensor]:
@@ -65,7 +65,7 @@ def list_copies(model: ModelGeometry, number: int) -> dict[str, HFTensor]:
 
 def list_mtp_tensors(model: ModelGeometry) -> dict[str, HFTensor]:
     """Return all tensors that a checkpoint may hold of MTP layers, by name."""
-    tensors: dict[str, HFTensor] = {}
+    tensors = model.list_kept(range(model.layers, model.layers + model.mtp_layers))
     for number in range(model.mtp_layers):
         weights = load_family(model.family).list_mtp_layer(model, number)
         tensors |= {piece.tensor.name: piece.tensor for weight in weights for piece in weight.pieces}

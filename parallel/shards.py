@@ -35,8 +35,8 @@ NamedRect = tuple[str, Rect]  # a rectangle of a named tensor
 @dataclass(frozen=True, slots=True)
 class HFTensor:
     """A tensor of the checkpoint. `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out (experts included), norm,
-    bias, router, router_bias, shared_gate, delta_gates, delta_conv, delta_decay, embedding, lm_head, value_head, kv_scales, lora or
-    mtp_projection."""
+    bias, router, router_bias, shared_gate, delta_gates, delta_conv, delta_decay, indexer_gate, embedding, lm_head, value_head, kv_scales,
+    lora or mtp_projection."""
 
     name: str
     rows: int

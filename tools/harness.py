@@ -116,7 +116,8 @@ def _make_vocabulary(shard: Shard) -> tuple[str, Any]:
 
 def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.02) -> None:
     """Write a checkpoint of random BF16 weights; vectors are ones."""
-    tensors = ModelGeometry.from_hf_config(hf_config).tensors()
+    model = ModelGeometry.from_hf_config(hf_config)
+    tensors = model.tensors() | model.list_kept()
 
     def make(name: str) -> torch.Tensor:
         rows, cols = tensors[name].rows, tensors[name].cols

@@ -59,7 +59,7 @@ def describe(line: dict[str, Any]) -> Row:
         job = Workload.from_config(_CONFIG, unwrap(config))
     except UserError as error:
         return Row(name, (), str(error))
-    parameters = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values())
+    parameters = sum(tensor.rows * tensor.cols for tensor in (job.model.tensors() | job.model.list_kept()).values())
     mtp = sum(tensor.rows * tensor.cols for tensor in list_mtp_tensors(job.model).values())
     if published and not _agrees(published, parameters, mtp):
         raise RunError(f"{name} has {parameters} parameters and {mtp} of MTP layers, but {published} are published")

@@ -106,7 +106,7 @@ def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Te
         scale = tensor.cols**-0.5 if tensor.role == "delta_conv" else config["initializer_range"]
         return torch.randn(tensor.shape, generator=generator) * scale
 
-    return {tensor.name: make(tensor) for tensor in model.tensors().values()}
+    return {tensor.name: make(tensor) for tensor in (model.tensors() | model.list_kept()).values()}
 
 
 def make_random_checkpoint(folder: Path, architecture: ArchitectureConfig, seed: int) -> None:

@@ -61,7 +61,7 @@ class EvalCheckpoint:
         """Return the folder for the engine: the checkpoint's own folder, or `temporary` with a converted copy."""
         weights = self.base or self.folder
         if self.loads_directly:
-            resolved = ModelGeometry.resolve_config(hf_config := read_config(weights))
+            resolved = ModelGeometry.describe_to_engine(hf_config := read_config(weights))
             unread = HFCheckpoint(weights, hf_config).list_unread_files()  # SGLang would read them
             if self.lora is None and not unread and resolved == hf_config:
                 return weights
@@ -71,7 +71,7 @@ class EvalCheckpoint:
             write_all_but_weights(temporary, resolved, None)
         else:
             convert(weights, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
-            write_all_but_weights(temporary, ModelGeometry.resolve_config(read_config(temporary)), None)  # of the decoder alone
+            write_all_but_weights(temporary, ModelGeometry.describe_to_engine(read_config(temporary)), None)  # of the decoder alone
         if self.lora is not None:
             write_for_engine(self.folder, self.lora, temporary)
         return temporary

@@ -1,8 +1,8 @@
-"""What a run does not train: layers for multi-token prediction (MTP), and the vision tower of a wrapper (`parallel.wrappers`). Every
-checkpoint and every export of a run keeps a copy.
+"""What a run does not train: layers for multi-token prediction (MTP), indexers of sparse attention (`parallel.attention.latent`), and the
+vision tower of a wrapper (`parallel.wrappers`). Every checkpoint and every export of a run keeps a copy.
 
-A copy in a run's checkpoint is byte-identical. In an export, weights of the MTP decoder layers are converted if the other layers are,
-because config.json has one `quantization_config` for all layers; other tensors are byte-identical.
+A copy in a run's checkpoint is byte-identical. In an export, weights of MTP decoder layers and of indexers are converted if the other
+layers are, because config.json has one `quantization_config` for all layers; other tensors are byte-identical.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,8 @@ class MTPCopy:
 
     def __init__(self, source: Path, hf_config: Mapping[str, Any], rank: int, world: int, file_bytes: int = FILE_BYTES) -> None:
         model = ModelGeometry.from_hf_config(hf_config)
-        self._checkpoint = HFCheckpoint(source, hf_config) if model.mtp_layers or model.prefix == DECODER else None
+        has_more = model.mtp_layers or model.list_kept() or model.prefix == DECODER
+        self._checkpoint = HFCheckpoint(source, hf_config) if has_more else None
         self._sizes = self._checkpoint.list_copied_tensors(model) if self._checkpoint else {}
         self._files = cut_into_files(self._sizes, file_bytes) if self._sizes else []
         self._own = range(len(self._files) * rank // world, len(self._files) * (rank + 1) // world)
@@ -58,11 +59,11 @@ class MTPCopy:
 
 
 class MTPLayers:
-    """The MTP layers and the vision tower of a checkpoint, for an export."""
+    """The MTP layers, the indexers and the vision tower of a checkpoint, for an export."""
 
     def __init__(self, checkpoint: HFCheckpoint, model: ModelGeometry) -> None:
         self._checkpoint, self._stored = checkpoint, checkpoint.list_copied_tensors(model)
-        self._tensors = {name: tensor for name, tensor in list_mtp_tensors(model).items() if name in self._stored}
+        self._tensors = {name: each for name, each in (list_mtp_tensors(model) | model.list_kept()).items() if name in self._stored}
         self._scales = {name: scale for name in self._tensors if (scale := self._find_scale(name)) in self._stored}
 
     def _find_scale(self, name: str) -> str:

@@ -32,6 +32,10 @@ from parallel.shards import HFTensor, Rect, Region
 _HIGH = ("BF16", "F16", "F32")
 _HEAD = "lm_head.weight"
 _MTP_IS_KEPT = "the layers for multi-token prediction are not trained; checkpoints and exports keep them"
+_INDEXER_IS_KEPT = (
+    "up to index_topk tokens, sparse attention selects every token, so its indexers are neither trained nor synced to engines; checkpoints "
+    "and exports keep them"
+)
 _VISION_IS_KEPT = "the vision tower is not trained, because samples are text; checkpoints and exports keep it"
 _OTHER_PARTS = {"adapter_config.json": "transformers", "decision_config.json": "SGLang", "joint_head_config.json": "SGLang"}
 """Files that add adapters or a head to the weights beside them, and who reads them."""
@@ -124,6 +128,7 @@ class HFCheckpoint:
         for tensor in model.tensors().values():
             expected |= {tensor.name} if self._starts_at_0(tensor) else self._check_weight(tensor, self.find_format(tensor))
         expected |= self._check_mtp_layers(model)
+        expected.update(*(self._check_kept(tensor) for tensor in model.list_kept().values()))
         for name in sorted(found.keys() - expected):
             if not _explain_unread(name, model):
                 rule = f"tensor {name} does not belong to the {model.family} model that config.json describes"
@@ -163,7 +168,7 @@ class HFCheckpoint:
         unread: dict[str, list[str]] = {}
         for name in sorted(self._check_files()):
             kept = _MTP_IS_KEPT * (model.is_mtp_tensor(name) and not model.trains_mtp)
-            kept = kept or _VISION_IS_KEPT * model.is_vision_tensor(name)
+            kept = kept or _VISION_IS_KEPT * model.is_vision_tensor(name) or _INDEXER_IS_KEPT * model.is_kept_tensor(name)
             if reason := kept or _explain_unread(name, model):
                 unread.setdefault(reason, []).append(name)
         lines = [f"not read from {self.folder}: {_shorten(names)}: {reason}" for reason, names in unread.items()]
@@ -180,14 +185,16 @@ class HFCheckpoint:
     def _check_mtp_layers(self, model: ModelGeometry) -> set[str]:
         if not any(model.is_mtp_tensor(name) for name in self._file_of):
             return set()
-        tensors, expected = list_mtp_tensors(model), set()
+        tensors = list_mtp_tensors(model)
         for number in range(model.mtp_layers):
             for name in list_mtp_copies(model, number).keys() - self._file_of.keys():
                 del tensors[name]
-        for tensor in tensors.values():
-            format = self.find_format(tensor)
-            expected |= self._check_weight(tensor, format if format and format.scale_name(tensor.name) in self._file_of else None)
-        return expected
+        return set().union(*(self._check_kept(tensor) for tensor in tensors.values()))
+
+    def _check_kept(self, tensor: HFTensor) -> set[str]:
+        """Check a tensor that may be unquantized in a quantized checkpoint. Return its name and that of its scales."""
+        format = self.find_format(tensor)
+        return self._check_weight(tensor, format if format and format.scale_name(tensor.name) in self._file_of else None)
 
     def _check_weight(self, tensor: HFTensor, format: TensorFormat | None) -> set[str]:
         """Check a tensor and its scales. Return their names."""
@@ -256,9 +263,9 @@ class HFCheckpoint:
                 raise self._error(f'tensor {name} holds scales that are not powers of two, precision.scale_format is "pow2"', fix)
 
     def list_copied_tensors(self, model: ModelGeometry) -> dict[str, int]:
-        """Return {name: bytes} of the stored tensors of MTP layers and of the vision tower, including scales. Reads only headers."""
-        names = (name for name in sorted(self._file_of) if model.is_mtp_tensor(name) or model.is_vision_tensor(name))
-        return {name: self._count_bytes(name) for name in names}
+        """Return {name: bytes} of the stored tensors of MTP layers, indexers and the vision tower, including scales. Reads only headers."""
+        kinds = (model.is_mtp_tensor, model.is_kept_tensor, model.is_vision_tensor)
+        return {name: self._count_bytes(name) for name in sorted(self._file_of) if any(belongs(name) for belongs in kinds)}
 
     def _count_bytes(self, name: str) -> int:
         view = self._slice(name)

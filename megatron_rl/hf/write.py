@@ -37,9 +37,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) -> dict[str, Any]:
-    """Return the config.json of the same model with weights in the formats of the contract's engine."""
-    resolved = ModelGeometry.resolve_config(hf_config)
+def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract, to_engine: bool = True) -> dict[str, Any]:
+    """Return the config.json of the same model with weights in the formats of the contract's engine: for the engine, or for an export."""
+    resolved = (ModelGeometry.describe_to_engine if to_engine else ModelGeometry.resolve_config)(hf_config)
     config = {name: value for name, value in resolved.items() if name not in ("dtype", "quantization_config")}
     model = ModelGeometry.from_hf_config(hf_config)
     quantization = contract.engine_format.quantization_config(model.unquantized_modules)

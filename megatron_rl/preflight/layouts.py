@@ -69,11 +69,14 @@ def longest_sequence_fits(facts: Facts) -> None:
     yarn = facts.model.rope.yarn
     reach = int(yarn.rotary_scaling_factor * yarn.original_max_position_embeddings) if yarn else 0
     other = f", or set {' and '.join(named)} of config.json to {reach}, as far as YaRN reaches" if reach >= longest else ""
+    what = f"the model's {limit} positions"
+    if (most := facts.model.most_tokens) is not None and most < limit:
+        limit, what, other = most, f"index_topk ({most}) of config.json, up to which sparse attention selects every token", ""
     if longest > limit and config.agent:
-        raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds the model's {limit} positions", "lower it" + other)
+        raise UserError("agent.max_tokens", config.agent.max_tokens, f"exceeds {what}", "lower it" + other)
     if longest > limit:
         environment = f" and environment.max_tokens ({config.environment.max_tokens})" if config.environment else ""
-        rule = f"plus data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"
+        rule = f"plus data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds {what}"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them" + other)
 
 

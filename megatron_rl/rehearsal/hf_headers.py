@@ -49,7 +49,7 @@ def derive_headers(hf_config: dict[str, Any]) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     quantized = find_checkpoint_format(hf_config)
     model = ModelGeometry.from_hf_config(hf_config)
-    for tensor in (*model.tensors().values(), *list_mtp_tensors(model).values()):
+    for tensor in (model.tensors() | list_mtp_tensors(model) | model.list_kept()).values():
         format = quantized if quantized is not None and tensor.role in read.QUANTIZED_ROLES else None
         dtype = (format or BF16).safetensors_dtype
         headers[tensor.name] = list(tensor.shape), dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
-from parallel.shards import GeometryError, Weight
+from parallel.shards import GeometryError, HFTensor, Weight
 
 if TYPE_CHECKING:
     from parallel.formats import TensorFormat
@@ -19,11 +19,19 @@ class AttentionKind:
     """Name of the layer's module in checkpoints."""
     has_cache_by_position: ClassVar[bool] = True
     """Whether an engine caches keys and values of each token. If not, it keeps a state of constant size for each request."""
-    can_widen: ClassVar[bool] = True
-    """Whether heads whose weights are zero can be added (`megatron_rl.hf.align`)."""
     unquantized_modules: ClassVar[tuple[str, ...]] = ()
     """Names of linear layers in high precision, in checkpoints and in SGLang."""
     rope: Rope | None = None
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether heads whose weights are zero can be added (`megatron_rl.hf.align`)."""
+        return True
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Longest sequence for which trainer and engine compute this attention, or None for any length."""
+        return None
 
     @property
     def output(self) -> tuple[str, int]:
@@ -72,6 +80,11 @@ class AttentionKind:
         """Return the weights of a layer of width `hidden`, given the name prefixes of the checkpoint's module and of Megatron's, with one
         of its own if a layer has scales of cached keys and values."""
         raise NotImplementedError
+
+    def list_kept(self, hidden: int, hf: str) -> list[HFTensor]:
+        """Return the tensors of a layer that neither trainer nor engine has, given the name prefix of the checkpoint's module. Checkpoints
+        and exports keep them."""
+        return []
 
     def check_ranks(self, tp: int, field: str) -> None:
         """Raise GeometryError, naming `field`, if `tp` ranks cannot share the heads."""

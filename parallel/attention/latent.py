@@ -18,6 +18,26 @@ LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """What selects the `topk` tokens to which sparse attention attends (DeepSeek-V3.2, arXiv 2512.02556). Of a sequence of at most so many
+    tokens, it selects all, so attention is dense, and the indexer's result and gradient do not matter: no one computes it."""
+
+    heads: int
+    dim: int
+    topk: int
+
+    def list_tensors(self, hidden: int, q_rank: int, hf: str) -> list[HFTensor]:
+        """Return its weights. Published FP8 checkpoints quantize both projections."""
+        return [
+            HFTensor(hf + "wq_b.weight", self.heads * self.dim, q_rank, "attention_qkv"),
+            HFTensor(hf + "wk.weight", self.dim, hidden, "attention_qkv"),
+            HFTensor(hf + "k_norm.weight", self.dim, 1, "norm", vector=True),
+            HFTensor(hf + "k_norm.bias", self.dim, 1, "bias", vector=True),
+            HFTensor(hf + "weights_proj.weight", self.heads, hidden, "indexer_gate"),
+        ]
+
+
+@dataclass(frozen=True)
 class LatentAttention(AttentionKind):
     heads: int
     q_rank: int  # rank of the query projection (`q_lora_rank`); 0 means queries are projected directly
@@ -26,6 +46,15 @@ class LatentAttention(AttentionKind):
     rope_dim: int  # width of the part with rotary position; all key heads share it
     v_dim: int
     rope: Rope = field(default_factory=Rope)
+    indexer: Indexer | None = None  # of sparse attention
+
+    @property
+    def can_widen(self) -> bool:
+        return self.indexer is None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.indexer.topk if self.indexer else None
 
     @property
     def head_dim(self) -> int:
@@ -65,6 +94,9 @@ class LatentAttention(AttentionKind):
 
     def count_cache_bytes(self, tp: int, bytes_of: Callable[[int], int]) -> int:
         return bytes_of(self.kv_rank) + bytes_of(self.rope_dim)  # every rank keeps one latent for all heads
+
+    def list_kept(self, hidden: int, hf: str) -> list[HFTensor]:
+        return self.indexer.list_tensors(hidden, self.q_rank, hf + "indexer.") if self.indexer else []
 
     def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
         """If there are two down projections, SGLang keeps them as one parameter."""

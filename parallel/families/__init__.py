@@ -4,6 +4,7 @@
     read(config: HFConfig) -> ModelGeometry             reads config.json; refuses settings that the trainer does not support
     list_layer(model, layer: int) -> list[Weight]       a layer's weights, in the order of the checkpoint (`parallel.layer_weights`)
     list_mtp_layer(model, number: int)                  weights of the `number`-th layer for multi-token prediction, if there are any
+    describe_to_engine(config: dict) -> dict            config.json as SGLang gets it, if it serves the family as another one
     list_mtp_copies(model, number: int)                 copies of other tensors that a checkpoint may hold with it (`parallel.mtp_layers`);
                                                         a family without them does not train these layers
 

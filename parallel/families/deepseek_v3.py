@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions extended by YaRN, a few dense layers, then experts."""
 
 from parallel import mtp_layers
-from parallel.attention import LatentAttention
+from parallel.attention import Indexer, LatentAttention
 from parallel.hf_config import CORRECT, MOST_EXPERTS, MOST_LAYERS, HFConfig, refuse
 from parallel.layer_weights import pre_norm_layer
 from parallel.model_geometry import ModelGeometry, MoEGeometry
@@ -11,7 +11,7 @@ list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mt
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def read(config: HFConfig) -> ModelGeometry:
+def read(config: HFConfig, indexer: Indexer | None = None) -> ModelGeometry:
     heads = config.size("num_attention_heads")
     config.with_defaults(num_key_value_heads=heads).require(num_key_value_heads=heads)  # every head has its own
     config.with_defaults(num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_layer_freq=1)
@@ -27,13 +27,14 @@ def read(config: HFConfig) -> ModelGeometry:
         rope_dim=config.size("qk_rope_head_dim"),
         v_dim=config.size("v_head_dim"),
         rope=rope,
+        indexer=indexer,
     )
     config.require(head_dim=latent.rope_dim)  # transformers takes it for the width that rotates
     if rope.yarn is not None and rope.yarn.mscale is None:
         raise GeometryError("config.json rope mscale", None, "is missing, and libraries disagree on its default", CORRECT)
     return ModelGeometry(
         **config.widths(),
-        attention=config.in_every_layer(latent),
+        attention=config.in_every_layer(latent, "indexed_attention" if indexer else "full_attention"),
         experts=read_experts(config),
         mtp_layers=config.size("num_nextn_predict_layers", least=0, most=MOST_LAYERS),
     )

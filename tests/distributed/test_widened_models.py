@@ -18,7 +18,8 @@ EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in ra
 """Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed."""
 
 
-PLAIN = [name for name in CLASSES if "linear_num_key_heads" not in ARCHITECTURES[name]]  # gated delta nets are refused
+REFUSED = {"linear_num_key_heads", "index_topk"}  # gated delta nets and indexers of sparse attention
+PLAIN = [name for name in CLASSES if not REFUSED & ARCHITECTURES[name].keys()]
 
 
 @pytest.fixture(scope="module", params=[*PLAIN, "deepseek_direct_q"])

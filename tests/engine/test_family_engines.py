@@ -29,7 +29,7 @@ MODES = {
     "fp8_layer_kv": {"mode": "fp8_unified", "high": "fp32", "kv": "e4m3_per_layer"},
     "bf16_layer_kv": {"mode": "bf16", "high": "bf16", "kv": "e4m3_per_layer"},
 }
-SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8")]  # other tests have engines of the other families
+SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8"), ("glm_moe_dsa", "fp8_bf16")]  # other tests have engines of the other families
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8")]  # other tests hav
         pytest.param(family, mode, marks=() if (family, mode) in SHORT else pytest.mark.long)
         for family in FAMILIES
         for mode in MODES
-        if not (family == "deepseek_v3" and "layer_kv" in mode)  # refused
+        if not ("kv_lora_rank" in ENGINE_ARCHITECTURES[family] and "layer_kv" in mode)  # refused
     ],
 )
 def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
@@ -71,6 +71,13 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         ("deepseek_v3", Layout(cp=2), {}, "fp8_bf16"),
         ("deepseek_v3", Layout(cp=2, tp=2), {"tp": 2}, "fp8"),
         ("deepseek_v3", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "bf16"),
+        ("deepseek_v32", Layout(tp=2), {}, "fp8"),
+        ("deepseek_v32", Layout(pp=2), {"tp": 2}, "bf16"),
+        ("deepseek_v32", Layout(dp=2, ep=2), {"tp": 2, "ep": 2}, "fp8_bf16"),
+        ("glm_moe_dsa", Layout(), {"tp": 2}, "fp8"),
+        ("glm_moe_dsa", Layout(tp=2), {"tp": 2}, "bf16"),
+        ("glm_moe_dsa", Layout(tp=2, ep=2, etp=1), {}, "fp8_kv"),
+        ("glm_moe_dsa", Layout(tp=2, pp=2), {"tp": 2}, "bf16"),
         ("glm4_moe", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "bf16"),
         ("glm4_moe", Layout(tp=2, dp=2, ep=2, etp=2), {"tp": 2}, "fp8_bf16"),
         ("qwen3_moe", Layout(tp=2), {"tp": 2, "ep": 2}, "fp8"),

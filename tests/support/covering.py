@@ -143,7 +143,8 @@ def write_inputs(row: Row, folder: Path) -> None:
     make_byte_tokenizer(model)
     shutil.copy(CHAT_TEMPLATE, model)
     format, weights = FORMATS[row["weights"]].with_scales(config.precision.scale_format), masters(hf_config)
-    for tensor in ModelGeometry.from_hf_config(hf_config).tensors().values():
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    for tensor in (geometry.tensors() | geometry.list_kept()).values():
         if format.quantized and tensor.role in QUANTIZED_ROLES:
             weights[tensor.name], weights[format.scale_name(tensor.name)] = quantize(weights[tensor.name], format)
         elif tensor.role not in FP32_ROLES:

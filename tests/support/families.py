@@ -98,6 +98,20 @@ _add(
     | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     | {"head_dim": 64},  # transformers: the rotary part
 )
+_INDEXER = {"index_topk": 384, "index_n_heads": 4, "index_head_dim": 128, "num_nextn_predict_layers": 0}
+_add(
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    ARCHITECTURES["deepseek_v3"] | _INDEXER | {"model_type": "deepseek_v32"},
+    ENGINE_ARCHITECTURES["deepseek_v3"] | _INDEXER | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]},
+)
+_GLM_5 = {"qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_scaling": None}
+_add(
+    "glm_moe_dsa",
+    "GlmMoeDsaForCausalLM",
+    ARCHITECTURES["deepseek_v32"] | _GLM_5 | {"model_type": "glm_moe_dsa"},
+    ENGINE_ARCHITECTURES["deepseek_v32"] | _GLM_5 | {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]},
+)
 _GLM4_MOE = {name: value for name, value in _DEEPSEEK.items() if not any(part in name for part in ("lora", "_head_dim", "eps"))} | {
     "num_key_value_heads": 2,
     "head_dim": 128,

@@ -30,7 +30,8 @@ def with_random_blocks(folder, scales, seed):
     """
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
     generator = torch.Generator().manual_seed(seed)
-    for tensor in ModelGeometry.from_hf_config(read_config(folder)).tensors().values():
+    model = ModelGeometry.from_hf_config(read_config(folder))
+    for tensor in (model.tensors() | model.list_kept()).values():
         if tensor.role in QUANTIZED_ROLES:
             tensors[tensor.name], tensors[FP8.scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         elif tensor.role in FP32_ROLES:
@@ -112,5 +113,5 @@ def write_sparse_safetensors(path, tensors):
 
 def list_tensors(config, dtype="F32"):
     """Return every tensor of a config.json, all with one dtype."""
-    tensors = ModelGeometry.from_hf_config(config).tensors().values()
-    return {tensor.name: (dtype, list(tensor.shape)) for tensor in tensors}
+    model = ModelGeometry.from_hf_config(config)
+    return {name: (dtype, list(tensor.shape)) for name, tensor in (model.tensors() | model.list_kept()).items()}

@@ -28,7 +28,7 @@ def make_model(folder, config, seed=0):
     """Write a checkpoint of any architecture: FP32 weights, no tokenizer. Norms scale by about one, biases are near zero."""
     generator = torch.Generator().manual_seed(seed)
     tensors, model = {}, ModelGeometry.from_hf_config(config)
-    for tensor in model.tensors().values():
+    for tensor in (model.tensors() | model.list_kept()).values():
         values = torch.randn(tensor.shape, generator=generator)
         middle = 0 if model.zero_centered_norms and not tensor.name.endswith("linear_attn.norm.weight") else 1
         tensors[tensor.name] = middle + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
@@ -123,7 +123,8 @@ def masters(config, seed=0):
 def served(config, tensors, contract):
     """Return an engine's checkpoint of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
     checkpoint = {}
-    for tensor in ModelGeometry.from_hf_config(config).tensors().values():
+    model = ModelGeometry.from_hf_config(config)
+    for tensor in (model.tensors() | model.list_kept()).values():
         value, format = tensors[tensor.name], contract.format_of(tensor.role)
         if format.quantized:
             checkpoint[tensor.name], checkpoint[format.scale_name(tensor.name)] = quantize(value, format)

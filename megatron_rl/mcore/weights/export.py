@@ -165,7 +165,7 @@ def convert(
 
         def complete() -> None:
             write_index(temporary, by_file)
-            description = rewrap(describe_weights(wide_config, contract), wide_config)
+            description = rewrap(describe_weights(wide_config, contract, to_engine=False), wide_config)
             write_all_but_weights(temporary, description, source.description, "--checkpoint")
             stack.close()  # publishes the folder
 

@@ -32,7 +32,7 @@ def is_whole(config: dict, tp: int, etp: int) -> bool:
 
 
 @given(
-    name=st.sampled_from(sorted(name for name, config in ARCHITECTURES.items() if "linear_num_key_heads" not in config)),
+    name=st.sampled_from(sorted(name for name, config in ARCHITECTURES.items() if not {"linear_num_key_heads", "index_topk"} & config.keys())),
     groups=st.integers(1, 9),
     per_group=st.integers(1, 4),
     head_dim=st.sampled_from([32, 64, 80, 128]),
@@ -72,9 +72,10 @@ def test_published_models_are_aligned_and_unchanged_if_aligned_already(name, tp)
     assert (ModelGeometry.from_hf_config(wide_config) == model) == is_whole(PUBLISHED[name], tp, etp)
 
 
-def test_delta_nets_are_not_widened():
-    with pytest.raises(GeometryError, match="--align = 128: cannot widen linear_attn, which qwen3_next has"):
-        align_config(ARCHITECTURES["qwen3_next"], Alignment(128))
+@pytest.mark.parametrize("family, module", [("qwen3_next", "linear_attn"), ("deepseek_v32", "self_attn"), ("glm_moe_dsa", "self_attn")])
+def test_delta_nets_and_indexers_are_not_widened(family, module):
+    with pytest.raises(GeometryError, match=f"--align = 128: cannot widen {module}, which {family} has"):
+        align_config(ARCHITECTURES[family], Alignment(128))
 
 
 def test_widened_tensors_hold_the_original_values_and_zeros():

@@ -55,6 +55,7 @@ ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 MTP = "--train.mtp_loss_scaling_factor=0.1"
 GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "head_dim": 64}
+SPARSE = ARCHITECTURES["glm_moe_dsa"] | {"head_dim": 64, "max_position_embeddings": 1024}
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
 
 
@@ -260,6 +261,14 @@ MISTAKES = [
     refuse("rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) and environment.max_tokens (500) exceeds the model's 1024",
            layouts.longest_sequence_fits, "train eval plan", "--environment.name=examples.arithmetic.calculator:Calculator",
            "--environment.max_tokens=500"),
+    refuse("rollout.max_new_tokens = 64: plus data.max_prompt_tokens (512) exceeds index_topk (384) of config.json, up to which sparse"
+           " attention selects every token; lower one of them",
+           layouts.longest_sequence_fits, "train eval plan", model=SPARSE),
+    refuse("agent.max_tokens = 4096: exceeds index_topk (384) of config.json, up to which sparse attention selects every token; lower it",
+           layouts.longest_sequence_fits, "train eval plan", AGENT, model=SPARSE),
+    refuse("train.mtp_loss_scaling_factor = 0.1: trains multi-token prediction layers, which is not supported for glm_moe_dsa; leave it",
+           settings.mtp_layers_can_be_trained, "train plan", MTP, "--data.max_prompt_tokens=64",
+           model=SPARSE | {"num_nextn_predict_layers": 1}),
     refuse("train.router_aux_loss = 0.1: needs a model with experts, but qwen3 has none; leave it out",
            layouts.expert_settings_have_experts, "train plan", "--train.router_aux_loss=0.1"),
     refuse("train.router_bias_rate = 0.1: needs routers with a correction bias, but qwen3_moe has none; use train.router_aux_loss",

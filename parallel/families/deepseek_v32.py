@@ -1,0 +1,41 @@
+"""DeepSeek-V3.2 and V3.2-Exp (arXiv 2512.02556): DeepSeek-V3 with sparse attention, of sequences so short that it is dense
+(`attention.latent.Indexer`). SGLang serves it as a DeepSeek-V3, without indexers: they exist on GPUs alone, and the cache of their keys and
+kernels for lists of tokens would be wasted."""
+
+from typing import Any
+
+from parallel import mtp_layers
+from parallel.attention import Indexer
+from parallel.families import deepseek_v3
+from parallel.hf_config import MOST_POSITIONS, HFConfig
+from parallel.layer_weights import pre_norm_layer
+from parallel.model_geometry import ModelGeometry
+
+list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mtp_layer, mtp_layers.list_copies
+ARCHITECTURE = "DeepseekV32ForCausalLM"
+_OF_INDEXER = ("indexer_rope_interleave", "index_skip_topk_offset", "index_share_for_mtp_iteration")
+"""Fields that change nothing but what an indexer selects. Without a frequency above 1, no layer is skipped."""
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    return read_sparse(config.with_defaults(index_n_heads=64))
+
+
+def read_sparse(config: HFConfig) -> ModelGeometry:
+    """Read a DeepSeek-V3 in which every layer has an indexer of its own."""
+    config.with_defaults(index_head_dim=128, index_topk=2048, first_k_dense_replace=3)  # as in transformers
+    layers, dense = config.layers(), config.size("first_k_dense_replace", least=0)
+    config.require(mlp_layer_types=["dense" if layer < dense else "sparse" for layer in range(layers)])
+    config.require(index_topk_freq=1, indexer_types=["full"] * layers)
+    config.size("q_lora_rank")  # the indexer needs it
+    config.read.update(_OF_INDEXER)
+    indexer = Indexer(config.size("index_n_heads"), config.size("index_head_dim"), config.size("index_topk", most=MOST_POSITIONS))
+    return deepseek_v3.read(config, indexer)
+
+
+def describe_to_engine(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config.json as that of a DeepSeek-V3, which ends sequences at index_topk tokens."""
+    lengths = {name: config[name] for name in ("max_position_embeddings", "model_max_length") if config.get(name) is not None}
+    limits = {name: min(length, config["index_topk"]) for name, length in ({"max_position_embeddings": config["index_topk"]} | lengths).items()}
+    kept = {name: value for name, value in config.items() if not name.startswith("index") and not name.endswith("layer_types")}
+    return kept | limits | {"model_type": "deepseek_v3", "architectures": [deepseek_v3.ARCHITECTURE]}
