@@ -35,7 +35,7 @@ def read_sparse(config: HFConfig) -> ModelGeometry:
 
 def describe_to_engine(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config.json as that of a DeepSeek-V3, which ends sequences at index_topk tokens."""
-    lengths = {name: config[name] for name in ("max_position_embeddings", "model_max_length") if config.get(name) is not None}
-    limits = {name: min(length, config["index_topk"]) for name, length in ({"max_position_embeddings": config["index_topk"]} | lengths).items()}
+    topk, names = config["index_topk"], ("max_position_embeddings", "model_max_length")
+    limits = {name: min(config[name], topk) for name in names if config.get(name) is not None}
     kept = {name: value for name, value in config.items() if not name.startswith("index") and not name.endswith("layer_types")}
-    return kept | limits | {"model_type": "deepseek_v3", "architectures": [deepseek_v3.ARCHITECTURE]}
+    return kept | {"max_position_embeddings": topk} | limits | {"model_type": "deepseek_v3", "architectures": [deepseek_v3.ARCHITECTURE]}

@@ -118,7 +118,7 @@ def test_greedy_twice_is_the_same(run, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm_moe_dsa"])
 def test_an_engine_samples_the_same_with_and_without_layers_for_multi_token_prediction(family, tmp_path):
     """The layers are stored in FP8, as in exports. SGLang loads the rest of such a model."""
     for name in ("with", "without"):
