@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.adapters import is_adapter
@@ -71,8 +72,8 @@ class SyncPlan:
         transfers = plan_own_transfers(model, train, rollout, contract.format_of, rank)
         parts, chunks = list_own_parts(model, train, rank), list[Chunk]()
         for first, changes in ((0, False), (FIRST_CHANGING, True)) if has_adapters else ((0, None),):
-            cuts = make_cuts(model, rollout, contract.format_of, chunk_bytes, parts, lambda name, only=changes: _is_in(name, only))
-            own = join_chunks((transfer for transfer in transfers if _is_in(transfer.target, changes)), cuts)
+            cuts = make_cuts(model, rollout, contract.format_of, chunk_bytes, parts, partial(_is_in, changes))
+            own = join_chunks((transfer for transfer in transfers if _is_in(changes, transfer.target)), cuts)
             chunks += [replace(chunk, buffer=first + chunk.buffer) for chunk in own] if first else own
         chunks = resize(chunks, [chunk.nbytes for chunk in chunks]) if has_adapters else chunks
         return cls(tuple(transfers), tuple(chunks), EngineShards(model, rollout), contract, has_adapters)
@@ -100,7 +101,7 @@ FIRST_CHANGING = 1 << 32
 """Number of the first buffer of tensors that change beside frozen weights, so that these buffers come after all others."""
 
 
-def _is_in(name: str, changes: bool | None) -> bool:
+def _is_in(changes: bool | None, name: str) -> bool:
     """Return whether an engine tensor is among those that change beside adapters, or among the others; with None, all are."""
     return changes is None or changes_beside_adapters(name) == changes
 

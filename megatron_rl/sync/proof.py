@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,7 @@ class ByteProof:
 
     def _raise_difference(self, source: int, suspect: _Suspect | None) -> None:
         """Hash a transfer of rank `source` block by block in the engine, and raise RunError for the first block that differs."""
-        rank, name, corner, blocks, expected, trainer, format = broadcast_from(source, suspect, _Suspect)
+        rank, name, corner, blocks, expected, trainer, format = cast(_Suspect, broadcast_from(source, suspect, _Suspect))
 
         def find_first_difference(engine: Engine) -> Rect:
             actual = engine.digest_rects({rank: [(name, _offset_rect(block, corner)) for block in blocks]})[rank]

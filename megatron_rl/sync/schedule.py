@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megatron_rl.distributed import errors_on_all_ranks, exchange_bytes, gather_from_ranks, gather_on_rank0, get_rank_and_size
 from megatron_rl.sync.checks import check_coverage
@@ -65,12 +66,12 @@ class Schedule:
             received[target] = [Chunk.from_json(target, fields) for _, _, fields in sorted(chunks, key=lambda each: each[:2])]
         return received
 
-    def _exchange(self, entries: Iterable[tuple[int, list[object]]]) -> dict[int, dict[int, list[list[object]]]]:
+    def _exchange(self, entries: Iterable[tuple[int, list[Any]]]) -> dict[int, dict[int, list[list[Any]]]]:
         """Send each engine rank's entries to the rank that keeps them. Return those kept here by engine rank and sender."""
-        outgoing: list[dict[int, list[list[object]]]] = [defaultdict(list) for _ in range(self._world)]
+        outgoing: list[dict[int, list[list[Any]]]] = [defaultdict(list) for _ in range(self._world)]
         for target, entry in entries:
             outgoing[target % self._world][target].append(entry)
-        kept: dict[int, dict[int, list[list[object]]]] = defaultdict(dict)
+        kept: dict[int, dict[int, list[list[Any]]]] = defaultdict(dict)
         for source, text in enumerate(exchange_bytes([json.dumps(each).encode() for each in outgoing])):
             for target, own in json.loads(text).items():
                 kept[int(target)][source] = own

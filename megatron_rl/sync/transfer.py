@@ -262,6 +262,6 @@ class DeltaBase:
 
 def gather_changes(own: dict[int, Difference], chunks: Sequence[Chunk], total_bytes: int) -> Changes:
     """Combine the differences of this rank's chunks with those of all ranks. Collective."""
-    sizes = [chunks[number].nbytes if own[number].delta is None else len(own[number].delta) for number in range(len(chunks))]
+    sizes = [chunk.nbytes if (delta := own[number].delta) is None else len(delta) for number, chunk in enumerate(chunks)]
     nbytes, changed = sum_over_ranks([sum(sizes), sum(found.changed for found in own.values())])
     return Changes(own, sizes, nbytes, changed / total_bytes)
