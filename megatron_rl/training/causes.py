@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from megatron_rl.distributed import Rank0, gather_from_ranks
+from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
@@ -81,8 +81,8 @@ _Found = list[tuple[int, str, int, int, Finding]]
 
 def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
-    then blocks, rows, and elements of the wrong ones. `transfers`: those of this rank. Collective."""
-    parts = list(transfers)
+    then blocks, rows, and elements of the wrong ones. Each rank needs the transfers that it sends. Collective."""
+    parts = [each for each in transfers if each.source_rank == get_rank()]
     for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
         parts = [part for each in parts for part in _split(each, rows or each.target_rect.rows, cols or each.target_rect.cols)]
         first: dict[tuple[int, str], Transfer] = {}
