@@ -201,6 +201,42 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[by
     return [part.cpu().numpy()[:length].tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
+def exchange_bytes(parts: list[bytes]) -> list[bytes]:
+    """Send the i-th part to rank i. Return the parts that were sent to this rank, in rank order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return parts
+    device = _find_device(None)
+    sizes = torch.tensor([len(part) for part in parts], device=device)
+    incoming = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming, sizes)
+    lengths = incoming.tolist()
+    received = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, _to_tensor(b"".join(parts)).to(device), lengths, sizes.tolist())
+    return [part.numpy().tobytes() for part in received.cpu().split(lengths)]
+
+
+def gather_on_rank0(data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks on rank 0, and nothing elsewhere. Collective."""
+    size, is_first = get_rank_and_size()[1], is_rank0()
+    received = exchange_bytes([data, *[b""] * (size - 1)])
+    return received if is_first else []
+
+
+def scatter_from_rank0(parts: list[bytes]) -> bytes:
+    """Return the part of this rank of those that rank 0 passes. What other ranks pass does not matter. Collective."""
+    size = get_rank_and_size()[1]
+    return exchange_bytes(parts if is_rank0() else [b""] * size)[0]
+
+
+def sum_over_ranks(numbers: list[int]) -> list[int]:
+    """Return the sums of integers over all ranks, below 2^63. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return numbers
+    sums = torch.tensor(numbers, device=_find_device(None))
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
 def _find_device(group: dist.ProcessGroup | None) -> torch.device:
     is_nccl = dist.get_backend(group) == dist.Backend.NCCL
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -5,10 +5,13 @@ of the same list, so no two ranks wait for each other."""
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from parallel.reshard import Transfer, no_garbage_collection
 from parallel.shards import GeometryError, NamedRect, Rect
@@ -29,6 +32,7 @@ class Chunk:
     nbytes: int
     sources: tuple[NamedRect, ...]
     targets: tuple[NamedRect, ...]
+    buffer: int = field(default=0, compare=False)  # of the engine rank, whose chunks are in the order of (buffer, source)
 
     def to_json(self) -> list[Any]:
         """Return the fields that the engine rank needs."""
@@ -40,44 +44,100 @@ class Chunk:
         return cls(source, target, offset, nbytes, (), tuple((name, Rect(*rect)) for name, *rect in named_rects))
 
 
-@no_garbage_collection()
-def make_chunks(transfers: Sequence[Transfer], limit: int, source: int | None = None) -> list[Chunk]:
-    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together. The
-    transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. With
-    `source`, return only that trainer rank's chunks. Raises GeometryError if a row exceeds `limit`."""
-    by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        by_tensor[transfer.target_rank, transfer.target].append(transfer)
+def encode_chunks(chunks: Iterable[Chunk]) -> str:
+    """Return an engine rank's chunks as text: compressed JSON, because names repeat."""
+    return base64.b64encode(zlib.compress(json.dumps([chunk.to_json() for chunk in chunks]).encode(), 1)).decode()
+
+
+def decode_chunks(target: int, text: str) -> list[Chunk]:
+    """Return the chunks of `encode_chunks`, for engine rank `target`."""
+    return [Chunk.from_json(target, fields) for fields in json.loads(zlib.decompress(base64.b64decode(text)))]
+
+
+class Extent(NamedTuple):
+    """The part of an engine tensor that a sync fills, from its first row and column."""
+
+    name: str
+    itemsize: int
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def around(cls, name: str, itemsize: int, rects: Sequence[Rect]) -> Extent:
+        """Return the extent that ends with the last row and column of `rects`."""
+        return cls(name, itemsize, max(rect.row + rect.rows for rect in rects), itemsize * max(rect.col + rect.cols for rect in rects))
+
+
+Cuts = Mapping[str, Sequence[tuple[int, int, int]]]
+"""Engine tensor -> (number of the buffer, first row, end) of its rows in each buffer."""
+
+
+def cut_extents(extents: Iterable[Extent], limit: int) -> Cuts:
+    """Return where the tensors of one engine rank, in order, are cut into buffers of at most `limit` bytes. Tensors without a name take
+    space, but are left out. Raise GeometryError if a row exceeds `limit`."""
     buffer, free = 0, limit
-    first_buffer: dict[int, int] = {}
-    pairs: dict[tuple[int, int, int], list[_Pair]] = defaultdict(list)
-    previous_rank = -1
-    for (rank, name), tensor_transfers in by_tensor.items():
-        if rank != previous_rank:
-            buffer, free, previous_rank = buffer + 1, limit, rank  # so that engines of one layout get the same chunks
-        itemsize = tensor_transfers[0].format.element_bytes
-        row_bytes = itemsize * max(transfer.target_rect.col + transfer.target_rect.cols for transfer in tensor_transfers)
+    cuts: dict[str, list[tuple[int, int, int]]] = {}
+    for name, _, end_row, row_bytes in extents:
         if row_bytes > limit:
             raise GeometryError("sync.bucket_mb", None, f"one row of {name} is {row_bytes} bytes, a chunk holds {limit}", "raise it")
-        row, end_row = 0, max(transfer.target_rect.row + transfer.target_rect.rows for transfer in tensor_transfers)
+        row, own = 0, cuts.setdefault(name, []) if name else []
         while row < end_row:
             if free < row_bytes:
                 buffer, free = buffer + 1, limit
             rows = min(free // row_bytes, end_row - row)
-            turn = buffer - first_buffer.setdefault(rank, buffer)
-            for transfer in tensor_transfers:
-                if source is not None and transfer.source_rank != source:
-                    continue
-                if rects := clip_transfer(transfer, row, row + rows):
-                    source_rect, target_rect = rects
-                    nbytes = target_rect.rows * target_rect.cols * itemsize
-                    pairs[turn, rank, transfer.source_rank].append((nbytes, (transfer.source, source_rect), (name, target_rect)))
+            own.append((buffer, row, row + rows))
             row, free = row + rows, free - rows * row_bytes
-    joined = []  # one chunk of all pairs with the same (turn, engine rank, trainer rank), in this order
-    for (_, target, source_rank), chunk_pairs in sorted(pairs.items()):
+    return cuts
+
+
+@no_garbage_collection()
+def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
+    """Cut transfers into chunks. The chunks that share a buffer consist of whole rows and take at most `limit` bytes together. The
+    transfers must fill their target tensors without gaps, and be grouped by target rank. In the result engine ranks alternate. Raises
+    GeometryError if a row exceeds `limit`."""
+    by_tensor: dict[int, dict[str, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    for transfer in transfers:
+        by_tensor[transfer.target_rank][transfer.target].append(transfer)
+    cuts = {
+        rank: cut_extents(
+            (
+                Extent.around(name, parts[0].format.element_bytes, [transfer.target_rect for transfer in parts])
+                for name, parts in tensors.items()
+            ),
+            limit,
+        )
+        for rank, tensors in by_tensor.items()
+    }
+    return join_chunks(transfers, cuts.__getitem__)
+
+
+@no_garbage_collection()
+def join_chunks(transfers: Iterable[Transfer], cuts_of: Callable[[int], Cuts]) -> list[Chunk]:
+    """Return one chunk of all that a trainer rank sends into one buffer of an engine rank, ordered by buffer, engine rank, trainer rank.
+    `cuts_of` returns the cuts of an engine rank's tensors. Transfers of one tensor must follow each other if they share a buffer."""
+    pairs: dict[tuple[int, int, int], list[_Pair]] = defaultdict(list)
+    for tensor in _group_by_target(transfers):
+        first = tensor[0]
+        for buffer, row, end in cuts_of(first.target_rank)[first.target]:
+            for transfer in tensor:
+                if rects := clip_transfer(transfer, row, end):
+                    source_rect, target_rect = rects
+                    nbytes = target_rect.rows * target_rect.cols * transfer.format.element_bytes
+                    named = (transfer.source, source_rect), (transfer.target, target_rect)
+                    pairs[buffer, transfer.target_rank, transfer.source_rank].append((nbytes, *named))
+    joined = []
+    for (buffer, target, source_rank), chunk_pairs in sorted(pairs.items()):
         sizes, sources, targets = zip(*chunk_pairs, strict=True)
-        joined.append(Chunk(source_rank, target, 0, sum(sizes), sources, targets))
+        joined.append(Chunk(source_rank, target, 0, sum(sizes), sources, targets, buffer))
     return resize(joined, [chunk.nbytes for chunk in joined])
+
+
+def _group_by_target(transfers: Iterable[Transfer]) -> Iterable[list[Transfer]]:
+    """Return the transfers into each engine tensor. Values and scales of a tensor may alternate."""
+    groups: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        groups[transfer.target_rank, transfer.target].append(transfer)
+    return groups.values()
 
 
 def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:

@@ -72,6 +72,11 @@ def check_layout(model: ModelGeometry, layout: Layout) -> None:
 
 @lru_cache(maxsize=1024)
 def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv: TensorFormat) -> tuple[Shard, ...]:
+    weights = _list_rank_weights(model, layout, coordinates)
+    return tuple(reorder_for_quantization(_cut(weight, model, layout, coordinates), qkv) for weight in weights)
+
+
+def _list_rank_weights(model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> list[Weight]:
     embedding, *layers, last = model.list_weights(layout.ep, coordinates.ep)
     first_stage, last_stage = coordinates.pp == 0, coordinates.pp == layout.pp - 1
     weights = list(embedding) if first_stage else []
@@ -79,7 +84,37 @@ def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv:
         weights += layers[layer]
     if last_stage:  # keeps its own copy of a tied embedding
         weights += last[:-1] if first_stage and model.tied else last
-    return tuple(reorder_for_quantization(_cut(weight, model, layout, coordinates), qkv) for weight in weights)
+    return weights
+
+
+def build_held_shards(
+    model: ModelGeometry, layout: Layout, rank: int, *, format_of: FormatOf = lambda _: BF16
+) -> list[tuple[Shard, tuple[int, ...]]]:
+    """Return `build_megatron_shards` of a rank, each with the ranks that hold the same part of the checkpoint."""
+    at = layout.coordinates(rank)
+    shards = build_megatron_shards(model, layout, at, format_of=format_of)
+    weights = _list_rank_weights(model, layout, at)
+    return [(shard, _find_holders(weight, model, layout, at)) for shard, weight in zip(shards, weights, strict=True)]
+
+
+def _find_holders(weight: Weight, model: ModelGeometry, layout: Layout, at: Coordinates) -> tuple[int, ...]:
+    is_cut = weight.cut != "whole" or bool(weight.stacks)
+    stages = (0, layout.pp - 1) if model.tied and weight.cut == "vocabulary" else (at.pp,)
+    if weight.expert is None:
+        return _list_ranks(layout, stages, at.tp if is_cut else None, None, None)
+    return _list_ranks(layout, stages, None, at.ep, at.etp if is_cut else None)
+
+
+@lru_cache(maxsize=1024)
+def _list_ranks(layout: Layout, stages: tuple[int, ...], tp: int | None, ep: int | None, etp: int | None) -> tuple[int, ...]:
+    """Return the ranks of some pipeline stages at these coordinates, where None is any."""
+    width, wanted = layout.world_size // layout.pp, (tp, ep, etp)
+    found = []
+    for rank in (stage * width + number for stage in dict.fromkeys(stages) for number in range(width)):
+        at = layout.coordinates(rank)
+        if all(value is None or value == own for value, own in zip(wanted, (at.tp, at.ep, at.etp), strict=True)):
+            found.append(rank)
+    return tuple(found)
 
 
 def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> Shard:

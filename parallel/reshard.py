@@ -4,7 +4,6 @@ scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every ed
 of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
 import gc
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ def reshard(
 ) -> list[Transfer]:
     """Return the transfers that fill every target region exactly once, without scales, ordered by target rank and parameter. Raise
     GeometryError if a region has no source, or cuts a block of its format. If several sources hold the same elements, the source on the
-    target's own device is chosen, else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on the same
+    target's own device is chosen, else they take turns. `homes` maps a target rank to the source rank on the same
     device; it defaults to equal numbers, and is empty if engines have their own devices."""
     for side in (sources, targets):
         check_block_alignment(side, format_of)
@@ -56,7 +55,7 @@ def reshard(
                 for region in shard.regions:
                     parts += [_Part(rank, home, shard, region, *cover) for cover in owners.cover(region, home, shard.name, rank)]
         formats = [format_of(part.shard.role) for part in parts]
-        return list(map(_make_transfer, parts, _choose_owners(parts, formats), formats))
+        return list(map(_make_transfer, parts, _choose_owners(parts, formats, owners.order), formats))
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -138,24 +137,19 @@ class _Part(NamedTuple):
     owners: dict[int, _Owner]
 
 
-def _choose_owners(parts: Sequence[_Part], formats: Sequence[TensorFormat]) -> list[_Owner]:
-    """Choose a source for every part: parts with few owners first, and large parts before small ones, to balance the load."""
+def _choose_owners(parts: Sequence[_Part], formats: Sequence[TensorFormat], order: Mapping[int, int]) -> list[_Owner]:
+    """Choose a source for every part: the target's own device, or else the holders of the part in turn, large parts first. Parts of equal
+    size are in the order of the holders' own shards, so that each holder can find its parts alone (`parallel.own_transfers`)."""
     sizes = [part.rect.rows * part.rect.cols * format.element_bytes for part, format in zip(parts, formats, strict=True)]
     chosen: list[_Owner | None] = [part.owners.get(part.home) for part in parts]
-    sent: dict[int, int] = defaultdict(int)
-    heaps: dict[int, list[tuple[int, int, int]]] = {}  # of each set of owners: bytes sent when last looked at, place in the set, rank
-    for index in sorted(range(len(parts)), key=lambda index: (len(parts[index].owners), -sizes[index])):
-        if chosen[index] is None:
-            owners = parts[index].owners
-            if (heap := heaps.get(id(owners))) is None:
-                heap = heaps[id(owners)] = [(sent[rank], place, rank) for place, rank in enumerate(owners)]
-                heapq.heapify(heap)
-            while heap[0][0] != sent[heap[0][2]]:  # what a rank sends only grows, so the first up-to-date entry is the least
-                _, place, rank = heap[0]
-                heapq.heapreplace(heap, (sent[rank], place, rank))
-            source_rank = heap[0][2]
-            sent[source_rank] += sizes[index]
-            chosen[index] = owners[source_rank]
+    holders: dict[int, tuple[int, ...]] = {}  # of each set of owners
+    turns: dict[tuple[int, ...], int] = defaultdict(int)
+    others = (index for index, owner in enumerate(chosen) if owner is None)
+    for index in sorted(others, key=lambda index: (-sizes[index], order[id(parts[index].owners)])):
+        owners = parts[index].owners
+        ranks = holders.get(id(owners)) or holders.setdefault(id(owners), tuple(owners))
+        chosen[index] = owners[ranks[turns[ranks] % len(ranks)]]
+        turns[ranks] += 1
     return cast(list[_Owner], chosen)
 
 
@@ -172,10 +166,13 @@ class _Owners:
     def __init__(self, sources: Mapping[int, Sequence[Shard]]) -> None:
         self._by_tensor: dict[str, dict[Rect, dict[int, _Owner]]] = {}
         self._covers: dict[tuple[str, Rect], list[_RectOwners] | None] = {}
+        self.order: dict[int, int] = {}
+        """Place of each set of owners (by its `id`) in the order in which the first of them lists its shards."""
         for rank, shards in sources.items():
             for shard in shards:
                 for tensor, rect, row, col in shard.regions:
                     owners = self._by_tensor.setdefault(tensor.name, {}).setdefault(rect, {})
+                    self.order.setdefault(id(owners), len(self.order))
                     owners.setdefault(rank, _Owner(rank, shard.name, row - rect.row, col - rect.col))
 
     def cover(self, region: Region, home: int, target: str, rank: int) -> list[_RectOwners]:

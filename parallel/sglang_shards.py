@@ -22,7 +22,7 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
     """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, under SGLang's names. Raise
     GeometryError if the sizes do not fit the model."""
-    _check_sizes(model, tp, ep)
+    check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
 
@@ -31,7 +31,8 @@ def build_engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int
     return {rank: build_sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
 
 
-def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
+def check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
+    """Raise GeometryError if engines of these sizes cannot hold the model."""
     for kind in dict.fromkeys(model.attention):
         kind.check_ranks(tp, _FIELD)
     if tp % ep:
@@ -45,20 +46,24 @@ def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
         raise GeometryError("rollout.ep", ep, f"must divide the number of experts ({model.experts.count})", "use a divisor of it")
 
 
-@lru_cache(maxsize=1024)
 def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:
+    return tuple(shard for part in range(model.layers + 2) for shard in build_part(model, tp, rank, ep, part))
+
+
+@lru_cache(maxsize=1 << 16)
+def build_part(model: ModelGeometry, tp: int, rank: int, ep: int, part: int) -> tuple[Shard, ...]:
+    """Return a part of `build_sglang_shards`: 0 is the embedding, `1 + layer` a layer, and the last one what follows the layers."""
     shards = []
-    for weights in model.list_weights(ep, rank // (tp // ep)):
-        stacks: dict[str, list[Weight]] = {}  # weights with the same name are stacked vertically
-        for weight in weights:
-            stacks.setdefault(weight.sglang, []).append(weight)
-        stacks.pop("", None)
-        for name, stack in stacks.items():
-            if stack[0].cut == "vocabulary":
-                shards.append(cut_vocabulary(name, stack[0], padded_vocabulary(model.vocab, tp), rank, tp))
-            else:
-                regions = [region for weight in stack for region in _cut(weight, tp, rank, ep)]
-                shards.append(stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack)))
+    stacks: dict[str, list[Weight]] = {}  # weights with the same name are stacked vertically
+    for weight in model.list_weights(ep, rank // (tp // ep))[part]:
+        stacks.setdefault(weight.sglang, []).append(weight)
+    stacks.pop("", None)
+    for name, stack in stacks.items():
+        if stack[0].cut == "vocabulary":
+            shards.append(cut_vocabulary(name, stack[0], padded_vocabulary(model.vocab, tp), rank, tp))
+        else:
+            regions = [region for weight in stack for region in _cut(weight, tp, rank, ep)]
+            shards.append(stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack)))
     return tuple(shards)
 
 

@@ -20,7 +20,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
-from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places
+from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places, Roots
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang.activation_recorder import RecordingRequests
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
@@ -126,7 +126,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
         super().start_receiving(hashing, places)
         self._receiving.enter_context(self._health_monitor.working())  # the ranks answer pings meanwhile
 
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+    def finish_receiving(self, hashing: bool) -> Roots:
         with self._receiving:
             return super().finish_receiving(hashing)
 

@@ -8,11 +8,11 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "activation_formats"}         -> module: format of its inputs, for quantized modules only
     {"verb": "vocabulary"}                 -> "vocabulary": the fields of `megatron_rl.hf.vocabulary.Vocabulary` as JSON
     {"verb": "graph"}                      -> "graph": the precision graph of this rank as JSON
-    {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}   see parallel.transport.base
-    {"verb": "start", "hashing": BOOL, "places": null or {"0": [[offset, bytes], ...]}}   starts receiving in the background
-    {"verb": "finish", "hashing": BOOL}    -> chunk index: digest, and the live parameters hold the new bytes; or "pending"
+    {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": CHUNKS}}   see parallel.transport.base, parallel.chunking
+    {"verb": "start", "hashing": BOOL, "places": null or {"0": "[[offset, bytes], ...]"}}   starts receiving
+    {"verb": "finish", "hashing": BOOL}    -> "root" (parallel.proof_root), and the live parameters hold the new bytes; or "pending"
     {"verb": "reread"}                     starts hashing the live parameters in the background
-    {"verb": "reread digests"}             -> chunk index: digest, or "pending"
+    {"verb": "reread digests"}             -> "root", or "pending"
     {"verb": "served"}                     -> "tensors", "bytes": size of the proved weights; kind: number of tensors of that kind; or
                                               "wrong": the failure. "copies": whether layers keep float values of weights
     {"verb": "copies"}                     -> "derived": number of weights whose float values were recomputed, or "wrong": the failure
@@ -37,8 +37,8 @@ import torch
 
 from megatron_rl.hf.vocabulary import make_vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON
-from megatron_rl.rollout.engine import Places, ServedReport
-from parallel.chunking import Chunk
+from megatron_rl.rollout.engine import Places, Roots, ServedReport
+from parallel.chunking import decode_chunks
 from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
 from parallel.shards import NamedRect, Rect
@@ -101,7 +101,7 @@ class RankHandler:
                 self._get_receiver().start_rereading(live_tensors(model))
             case "reread digests":
                 digests = self._get_receiver().finish_rereading()
-                return {PENDING: ""} if digests is None else _number(digests)
+                return {PENDING: ""} if digests is None else {"root": json.dumps(digests)}
             case "served":
                 return self._account(runner)
             case "copies":
@@ -115,7 +115,7 @@ class RankHandler:
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
-                places = request["places"] and request["places"].get(str(rank), [])
+                places = request["places"] and json.loads(request["places"][str(rank)])
                 self._get_receiver().start(live_tensors(model), request["hashing"], places)
             case "finish":
                 if (digests := self._get_receiver().finish(live_tensors(model), request["hashing"])) is None:
@@ -123,7 +123,7 @@ class RankHandler:
                 self._get_regions().fill_padding(live_tensors(model))
                 dequant_cache.clear_cache()  # the next values must be computed from the bytes just written
                 refresh(model)
-                return _number(digests)
+                return {"root": json.dumps(digests)}
             case verb:
                 raise ValueError(f"unknown verb {verb!r}")
         return {}
@@ -135,7 +135,7 @@ class RankHandler:
         self._receiver = None
         if request["verb"] == "connect":
             self._served = self._served or ServedTensors(model)
-            chunks, live = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])], live_tensors(model)
+            chunks, live = decode_chunks(rank, request["ranks"][str(rank)]), live_tensors(model)
             self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live, request["staged"])
             self._regions = ProvedRegions(chunks, live, find_padding(model))
             self._keeps_copies = next(iter(live.values())).device.type == "cpu" and bool(read_activation_formats(model))
@@ -271,10 +271,8 @@ class RankRequests:
         """Send a request to every engine rank and return their answers in rank order. Raise RunError if a rank failed."""
         raise NotImplementedError
 
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        ranks: dict[str, list[Any]] = {}
-        for chunk in chunks:
-            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
+    def connect(self, link: Link, chunks: Mapping[int, str], staged: bool) -> None:
+        ranks = {str(rank): text for rank, text in chunks.items()}
         self._ask_ranks({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
 
     def disconnect(self) -> None:
@@ -283,21 +281,21 @@ class RankRequests:
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         self._ask_ranks({"verb": "start", "hashing": hashing, "places": places and {str(rank): own for rank, own in places.items()}})
 
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+    def finish_receiving(self, hashing: bool) -> Roots:
         while True:
             answers = self._ask_ranks({"verb": "finish", "hashing": hashing})
             if not any(PENDING in answer for answer in answers):  # a rank waits for a moment before it answers so
-                return _list_digests(answers)
+                return _list_roots(answers)
 
     def start_rereading(self) -> None:
         self._ask_ranks({"verb": "reread"})
 
-    def finish_rereading(self) -> dict[int, list[str]]:
+    def finish_rereading(self) -> Roots:
         seconds = _FIRST_POLL_SECONDS
         while True:
             answers = self._ask_ranks({"verb": "reread digests"})
             if not any(PENDING in answer for answer in answers):
-                return _list_digests(answers)
+                return _list_roots(answers)
             time.sleep(seconds)  # running requests share the engine's time with these polls
             seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
 
@@ -319,5 +317,5 @@ class RankRequests:
         return [ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"])) for rank in answers]
 
 
-def _list_digests(answers: list[dict[str, str]]) -> dict[int, list[str]]:
-    return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
+def _list_roots(answers: list[dict[str, str]]) -> Roots:
+    return {rank: json.loads(answer["root"]) for rank, answer in enumerate(answers)}

@@ -11,6 +11,7 @@ import torch
 
 from parallel.chunking import Chunk
 from parallel.digest import as_byte_matrix
+from parallel.proof_root import fold_digests
 from parallel.transport import load_transport
 from parallel.transport.base import Inbox, Link
 from parallel.transport.pack import ChunkPacker, check_targets, make_target_packer
@@ -34,7 +35,8 @@ class WeightReceiver:
         self._staging = make_target_packer(staging, chunks) if staged else None
         enter = (lambda: torch.cuda.set_device(self._device)) if self._device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=enter)
-        self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
+        self._number = link.first + rank  # over all engines
+        self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, self._number, chunks)
         self._received: Future[list[str]] | None = None
         self._copied: list[str] = []  # digests of what was copied from the second copy
         self._reread: Future[list[str]] | None = None
@@ -47,10 +49,10 @@ class WeightReceiver:
         sent = self._chunks if places is None else [replace(c, offset=o, nbytes=n) for c, (o, n) in zip(self._chunks, places, strict=True)]
         self._received = self._thread.submit(self._receive, packer, sent, hashing and self._staging is None)
 
-    def finish(self, live: Tensors, hashing: bool) -> list[str] | None:
+    def finish(self, live: Tensors, hashing: bool) -> list[int] | None:
         """Wait a moment for the last chunk. Return None if it has not arrived. Otherwise copy staged weights over `live`, once. Raise the
-        errors of the thread. With `hashing`, return one digest per chunk, computed from the live tensors right after the chunk was
-        written."""
+        errors of the thread. Return the root of the digests (`parallel.proof_root`), with `hashing` computed from the live tensors right
+        after each chunk was written."""
         if self._received is None:
             self._inbox.result(self._timeout)  # raises the error if the connection failed
             raise ValueError("no sync was started")
@@ -63,7 +65,7 @@ class WeightReceiver:
             staging, packer = self._staging, make_target_packer(live, self._chunks)
             with torch.inference_mode():
                 self._copied = [packer.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
-        return digests if self._staging is None else self._copied  # another rank may still receive, and this one is asked again
+        return self._fold(digests if self._staging is None else self._copied)  # another rank may still receive; this one is asked again
 
     def start_rereading(self, live: Tensors) -> None:
         """Start hashing `live`, the current tensors, in the thread while serving continues."""
@@ -72,11 +74,14 @@ class WeightReceiver:
             torch.cuda.synchronize()  # the thread uses its own stream
         self._reread = self._thread.submit(lambda: make_target_packer(live, self._chunks).hash_all(targets))
 
-    def finish_rereading(self) -> list[str] | None:
-        """Return one digest per chunk, or None while the thread is hashing. Raise its errors, or ValueError if nothing was started."""
+    def finish_rereading(self) -> list[int] | None:
+        """Return the root of the digests, or None while the thread is hashing. Raise its errors, or ValueError if nothing was started."""
         if self._reread is None:
             raise ValueError("no rereading was started")
-        return self._reread.result() if self._reread.done() else None  # another rank may still hash, and this one is asked again
+        return self._fold(self._reread.result()) if self._reread.done() else None  # another rank may still hash
+
+    def _fold(self, digests: list[str]) -> list[int]:
+        return fold_digests(self._number, ((chunk.source, digest) for chunk, digest in zip(self._chunks, digests, strict=True)))
 
     def close(self) -> None:
         """Close the connection, so that a waiting sender fails immediately, and free the second copy."""

@@ -20,9 +20,9 @@ TRANSPORT = base.Transport(__name__, devices=("cpu",))
 
 
 class Outbox(base.Outbox):
-    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk], route: base.Route) -> None:
         self._engines = len({chunk.target for chunk in chunks if chunk.source == rank})
-        self._buffer = torch.empty(max(chunk.nbytes for chunk in chunks), dtype=torch.uint8)
+        self._buffer = torch.empty(route.largest, dtype=torch.uint8)
         self._timeout = settings.timeout
         self._listener = socket.create_server((settings.host if settings.host == "127.0.0.1" else socket.gethostname(), 0))
         self._listener.settimeout(settings.timeout)

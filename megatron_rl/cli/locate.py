@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
@@ -55,7 +55,8 @@ def _locate(config: Config, layout: Layout, run: Path | None, text: str | None, 
     actor, shards = load_actor(config, layout, hf_config)
     if checkpoint is not None:
         load_run_checkpoint(checkpoint, actor.model, actor.optimizer, read_state_file(checkpoint), same_layout=False)
-    plan = SyncPlan.make(config.make_geometry(hf_config), layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes)
+    geometry, rollout = config.make_geometry(hf_config), config.rollout.to_layout()
+    plan = SyncPlan.make(geometry, layout, rollout, contract, config.sync.chunk_bytes, get_rank())
 
     def start() -> EnginePool:
         write_all_but_weights(folder, describe_weights(hf_config, contract), config.model.folder)

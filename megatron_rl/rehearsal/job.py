@@ -4,7 +4,6 @@ docs/guides/rehearse.md lists the phases. Samples fill micro-batches to the last
 shows everything a step does: one micro-batch more than the rank's stage has in flight, or twice as many if two micro-batches take turns.
 """
 
-import functools
 import gc
 import tempfile
 from collections.abc import Iterator
@@ -42,12 +41,10 @@ from megatron_rl.rehearsal.device import FakeGpu
 from megatron_rl.rehearsal.fake_cuda import one_rank
 from megatron_rl.rehearsal.hf_headers import read_headers_only
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
-from megatron_rl.sync.plan import cut_into_chunks, plan_transfers
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.policies import load_actor, load_critic, load_reference, load_teacher
-from parallel.layout import EngineLayout, Layout
-from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer
+from parallel.layout import Layout
 from parallel.shards import Shard
 from parallel.transport.pack import make_source_packer
 
@@ -207,19 +204,12 @@ def _save(config: Config, layout: Layout, actor: Actor, critic: Critic | None, h
 def _pack_chunks(config: Config, layout: Layout, actor: Actor, shards: list[Shard], hf_config: dict[str, Any]) -> None:
     """Pack and hash this rank's chunks as a sync does, in buffers of `sync.bucket_mb`."""
     contract = PrecisionContract.from_config(config.precision)
-    transfers = _plan_transfers(layout, config.rollout.to_layout(), contract, config.make_geometry(hf_config))
-    gc.freeze()  # millions of tuples, which would slow down every garbage collection
-    own = cut_into_chunks(transfers, config.sync.chunk_bytes, dist.get_rank())
+    geometry, rollout = config.make_geometry(hf_config), config.rollout.to_layout()
+    own = SyncPlan.make(geometry, layout, rollout, contract, config.sync.chunk_bytes, dist.get_rank()).chunks
     packer = make_source_packer(collect_named_tensors(actor.model, shards, contract), own, dist.get_rank())
     ring = torch.empty(config.sync.bucket_mb << 20, dtype=torch.uint8, device="cuda")
     for sources, nbytes in {chunk.sources: chunk.nbytes for chunk in own}.items():  # bytes that several engines receive are hashed once
         packer.pack(sources, ring[:nbytes], True)
-
-
-@functools.lru_cache(maxsize=1)
-def _plan_transfers(layout: Layout, rollout: EngineLayout, contract: PrecisionContract, geometry: ModelGeometry) -> list[Transfer]:
-    """Return the transfers of a sync, which are the same for all ranks."""
-    return plan_transfers(geometry, layout, rollout, contract)[0]
 
 
 def _give_records(samples: list[TrainingSample], actor: Actor, known: bool) -> None:

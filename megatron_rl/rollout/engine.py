@@ -17,7 +17,6 @@ from megatron_rl.errors import AbortedError, RunError, UserError
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
-from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 from parallel.user_code import IMPORT_SECONDS, contain, describe_error
@@ -78,8 +77,10 @@ class ParsedToolCalls(NamedTuple):
     calls: list[tuple[str, str]]  # name and JSON arguments of each call
 
 
-Places = Mapping[int, Sequence[tuple[int, int]]]
-"""Engine rank -> (offset, bytes) of the transferred part of each of its chunks, as in `parallel.chunking.Chunk`."""
+Places = Mapping[int, str]
+"""Engine rank -> JSON [[offset, bytes], ...] of the transferred part of each of its chunks, as in `parallel.chunking.Chunk`."""
+Roots = dict[int, list[int]]
+"""Engine rank -> root of the digests of its chunks (`parallel.proof_root`)."""
 
 
 class Engine(Protocol):
@@ -110,9 +111,9 @@ class Engine(Protocol):
     def read_graph(self) -> list[PrecisionGraph]:
         """Return the precision graph of each engine rank's live modules."""
 
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync, into a second copy of the
-        weights if `staged`. Connection errors are raised by `finish_receiving`."""
+    def connect(self, link: Link, chunks: Mapping[int, str], staged: bool) -> None:
+        """Start connecting every engine rank to the trainer, to receive its chunks (`parallel.chunking.encode_chunks`) at every sync, into
+        a second copy of the weights if `staged`. Connection errors are raised by `finish_receiving`."""
 
     def disconnect(self) -> None:
         """Close the connection and free the second copy of the weights."""
@@ -139,14 +140,14 @@ class Engine(Protocol):
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         """Start receiving weights on the engine ranks in the background. `places`: chunk offsets for delta syncs."""
 
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        """Wait until the live weights hold all bytes. With `hashing`, return one digest of the live weights per chunk, by rank."""
+    def finish_receiving(self, hashing: bool) -> Roots:
+        """Wait until the live weights hold all bytes. With `hashing`, the roots are those of the live weights; else no chunk is hashed."""
 
     def start_rereading(self) -> None:
         """Start hashing the live weights in the background."""
 
-    def finish_rereading(self) -> dict[int, list[str]]:
-        """Wait for `start_rereading`. Return one digest per chunk, by rank."""
+    def finish_rereading(self) -> Roots:
+        """Wait for `start_rereading`, and return its result."""
 
     def end_sync(self, version: int) -> None:
         """End the change of weights. Completions carry this policy version from now on."""

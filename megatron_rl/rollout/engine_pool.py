@@ -28,12 +28,12 @@ from megatron_rl.rollout.engine import (
     EngineTensorSpec,
     ParsedToolCalls,
     Places,
+    Roots,
     ServedReport,
     derive_engine_seed,
     find_engine_launcher,
 )
 from megatron_rl.types import Generation, SamplingParams
-from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
@@ -222,11 +222,9 @@ class EnginePool:
         self._graphs = self._call_all(lambda _, engine: engine.read_graph())
         return list(chain.from_iterable(self._graphs))
 
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+    def connect(self, link: Link, chunks: Mapping[int, str], staged: bool) -> None:
         def connect(number: int, engine: Engine) -> None:
-            first = number * self._settings.tp
-            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if chunk.target // self._settings.tp == number]
-            engine.connect(replace(link, first=first), own_chunks, staged)
+            engine.connect(replace(link, first=number * self._settings.tp), self._select_ranks(chunks, number), staged)
 
         self._call_all(connect)
 
@@ -265,13 +263,13 @@ class EnginePool:
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         self._call_all(lambda number, engine: engine.start_receiving(hashing, places and self._select_ranks(places, number)))
 
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+    def finish_receiving(self, hashing: bool) -> Roots:
         return self._merge_by_rank(self._call_all(lambda _, engine: engine.finish_receiving(hashing)))
 
     def start_rereading(self) -> None:
         self._call_all(lambda _, engine: engine.start_rereading())
 
-    def finish_rereading(self) -> dict[int, list[str]]:
+    def finish_rereading(self) -> Roots:
         return self._merge_by_rank(self._call_all(lambda _, engine: engine.finish_rereading()))
 
     def end_sync(self, version: int) -> None:

@@ -9,6 +9,7 @@ from megatron_rl.errors import RunError, UserError, as_user_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import Engine, EngineTensorSpec
 from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Chunk
 from parallel.coverage import Size, check_chunks
 from parallel.reshard import list_stored_tensors
 from parallel.shards import Shard
@@ -48,10 +49,11 @@ def check_one_host(settings: SyncConfig, reason: str) -> None:
         raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")
 
 
-def check_coverage(plan: SyncPlan) -> dict[int, Size]:
-    """Return the size of each engine rank's weights. Raise RunError if the chunks leave out a byte that is not padding."""
+def check_coverage(plan: SyncPlan, received: Mapping[int, Sequence[Chunk]]) -> dict[int, Size]:
+    """Return the size of some engine ranks' weights. Raise RunError if the chunks that they receive leave out a byte but padding."""
+    targets = {rank: plan.targets[rank] for rank in received}
     try:
-        return check_chunks(plan.targets, plan.chunks, plan.contract.format_of)
+        return check_chunks(targets, (chunk for chunks in received.values() for chunk in chunks), plan.contract.format_of)
     except ValueError as error:
         raise RunError(f"the sync cannot be proved: {error}") from None
 

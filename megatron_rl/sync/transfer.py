@@ -4,7 +4,6 @@ dequantized, cast or quantized on the way. Memory overhead is two chunks per pro
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, gather_from_ranks
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, gather_from_ranks, sum_over_ranks
 from megatron_rl.errors import EngineLostError, RunError, as_run_error
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.sync.checks import check_one_host, check_transport
+from megatron_rl.rollout.engine import Engine, Places, Roots
+from megatron_rl.sync.checks import check_one_host
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.schedule import Schedule
 from parallel.chunking import Chunk, resize
 from parallel.digest import as_byte_matrix
 from parallel.plug import PlugError
@@ -37,48 +37,52 @@ MAX_DELTA_SHARE = 1 / 2  # `sync.delta = "auto"` sends deltas if they take at mo
 class Transferred:
     nbytes: int  # bytes sent by all ranks
     changed_share: float | None  # share of all bytes that differ from the base, or None if nothing was compared
-    sent: dict[int, str]  # digests of all ranks' chunks by chunk number; empty strings without hashing
-    arrived: dict[int, list[str]]  # digests of the engine's live weights, one per chunk, by engine rank; empty without hashing
+    sent: list[str]  # digests of this rank's chunks; empty strings without hashing
+    arrived: Roots  # of the engine's live weights
     hash_seconds: float  # longest time that a trainer rank spent on hashing
 
 
 class WeightTransfer:
     """Sends a plan's chunks to the live engine. Every trainer rank constructs one; all methods are collective."""
 
-    def __init__(self, plan: SyncPlan, engine: Rank0[Engine], settings: SyncConfig, notify: Callable[[str], None]) -> None:
-        """Raises UserError for a transport that cannot work on these machines."""
-        self._plan, self._engine, self._settings, self._notify, self._rank = plan, engine, settings, notify, dist.get_rank()
-        check_transport(settings)
+    def __init__(
+        self, plan: SyncPlan, schedule: Schedule, engine: Rank0[Engine], settings: SyncConfig, notify: Callable[[str], None]
+    ) -> None:
+        """Raises UserError for a transport that cannot work over several machines."""
+        self._schedule, self._engine, self._settings, self._notify, self._rank = schedule, engine, settings, notify, dist.get_rank()
         self._transport = settings.load_transport()
         if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text(), str)))) > 1:
             check_one_host(settings, f"the trainer's ranks are on {hosts}")
         self._outbox: Outbox | None = None
-        self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
+        self._own = schedule.own
         auto_pays = not self._transport.one_host and not torch.cuda.is_available()
-        self._frozen, self._frozen_digests = plan.frozen, dict[int, str]()  # chunks, and their digests in the first hashed sync
-        self.keeps_base = not self._frozen and (settings.delta == "on" or (settings.delta == "auto" and auto_pays))
+        self._has_frozen = plan.has_adapters
+        self._frozen = [number for number, chunk in enumerate(self._own) if plan.freezes(chunk)]
+        self._frozen_digests = dict[int, str]()  # in the first hashed sync
+        self.keeps_base = not self._has_frozen and (settings.delta == "on" or (settings.delta == "auto" and auto_pays))
         """Whether syncs send deltas against a copy of the bytes of the last sync."""
         self._base, self._base_is_proved = DeltaBase(), False
         self._reported: set[str] = set()
-        self.total_bytes = sum(chunk.nbytes for chunk in plan.chunks)  # bytes of a sync that sends everything
+        self.total_bytes = schedule.total_bytes  # bytes of a sync that sends everything
 
     def open(self) -> None:
         """Open this rank's outbox, while the engine ranks open their inboxes. Does nothing if they are connected already."""
         if self._outbox is not None:
             return
-        chunks = self._plan.chunks
+        route = self._schedule.route
         with errors_on_all_ranks(), as_run_error():
-            self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
+            self._outbox = self._transport.make_outbox(self._settings, self._rank, self._own, route)
         outbox = self._outbox
         addresses = dict(enumerate(gather_from_ranks(outbox.address, Any)))
         link = Link(
             self._settings.transport,
             {str(rank): address for rank, address in addresses.items()},
-            sorted({chunk.source for chunk in chunks}),
-            sorted({chunk.target for chunk in chunks}),
-            max(chunk.nbytes for chunk in chunks),
+            list(route.sources),
+            list(route.targets),
+            route.largest,
             self._settings.timeout,
         )
+        chunks = self._schedule.gather_chunks()
         self._engine.run(lambda engine: engine.connect(link, chunks, self._settings.staged))
         self._run_on_all_ranks(lambda: outbox.open(addresses), None)
 
@@ -95,40 +99,40 @@ class WeightTransfer:
         """Bring the engine's live weights to `version`: send deltas if the last transfer was proved, everything otherwise."""
         assert self._outbox is not None
         base_is_proved, self._base_is_proved = self._base_is_proved, False  # until `mark_proved`
-        packer = make_source_packer(named_tensors, self._plan.chunks, self._rank)
+        packer = make_source_packer(named_tensors, self._own, self._rank)
         changes = self._find_changes(packer, hashing) if base_is_proved else None
-        parts = resize(self._plan.chunks, changes.sizes) if changes else self._plan.chunks
-        self._engine.run(lambda engine: self._start_receiving(engine, hashing, parts if changes else ()))
-        own = changes.own if changes else {}
-        results = self._run_on_all_ranks(lambda: self._send(packer, parts, own, hashing), tuple[dict[int, str], float])
-        arrived = self._engine.run(lambda engine: self._finish_receiving(engine, version, hashing), dict[int, list[str]])
-        sent = {number: digest for digests, _ in results for number, digest in digests.items()}
-        hash_seconds = max(seconds for _, seconds in results)
-        return Transferred(sum(part.nbytes for part in parts), changes.changed_share if changes else None, sent, arrived, hash_seconds)
+        parts = resize(self._own, changes.sizes) if changes else self._own
+        places = self._schedule.gather_places(parts) if changes else None
+        self._engine.run(lambda engine: self._start_receiving(engine, hashing, places))
+        own, sent = changes.own if changes else {}, list[str]()
+        seconds = self._run_on_all_ranks(lambda: self._send(packer, parts, own, hashing, sent), float)
+        arrived = self._engine.run(lambda engine: self._finish_receiving(engine, version, hashing), Roots)
+        nbytes = changes.nbytes if changes else self.total_bytes
+        return Transferred(nbytes, changes.changed_share if changes else None, sent, arrived, max(seconds))
 
     def mark_proved(self, transferred: Transferred) -> None:
         """Allow the next transfer to rely on what the engine holds now."""
-        self._base_is_proved = self.keeps_base or bool(self._frozen)
+        self._base_is_proved = self.keeps_base or self._has_frozen
         self._frozen_digests = self._frozen_digests or {
             number: transferred.sent[number] for number in self._frozen if transferred.sent[number]
         }
 
-    def find_changed_frozen(self, sent: dict[int, str]) -> str:
+    def find_changed_frozen(self, sent: list[str]) -> str:
         """Return the first weight of a chunk that training does not change, but whose bytes in the trainer have changed since the first
-        sync, or "". `sent`: digests of this sync's chunks."""
-        changed = (self._plan.chunks[number] for number, digest in self._frozen_digests.items() if sent[number] != digest)
-        return next((f"{chunk.sources[0][0]} or a weight after it on trainer rank {chunk.source}" for chunk in changed), "")
+        sync, or "". `sent`: digests of this rank's chunks in this sync."""
+        if not self._has_frozen:
+            return ""
+        changed = (self._own[number] for number, digest in self._frozen_digests.items() if sent[number] != digest)
+        found = next((f"{chunk.sources[0][0]} or a weight after it on trainer rank {chunk.source}" for chunk in changed), "")
+        return next(filter(None, gather_from_ranks(found, str)), "")
 
-    def _start_receiving(self, engine: Engine, hashing: bool, parts: Sequence[Chunk]) -> None:
-        """Let the engine receive all chunks, or, if given, only `parts` of them."""
+    def _start_receiving(self, engine: Engine, hashing: bool, places: Places | None) -> None:
+        """Let the engine receive all chunks, or, if given, only the parts of them at `places`."""
         if not self._settings.staged:
             self._stop_serving(engine)
-        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for part in parts:
-            places[part.target].append((part.offset, part.nbytes))
-        engine.start_receiving(hashing, places or None)
+        engine.start_receiving(hashing, places)
 
-    def _finish_receiving(self, engine: Engine, version: int, hashing: bool) -> dict[int, list[str]]:
+    def _finish_receiving(self, engine: Engine, version: int, hashing: bool) -> Roots:
         if self._settings.staged:
             self._stop_serving(engine)
         arrived = engine.finish_receiving(hashing)
@@ -141,29 +145,30 @@ class WeightTransfer:
 
     def _find_changes(self, packer: ChunkPacker, hashing: bool) -> Changes:
         """Compare the live tensors of all ranks with the base, and decide how many bytes of each chunk to send."""
-        chunks = self._plan.chunks
-        if frozen := self._frozen:  # the engine holds frozen chunks already; both sides still hash them
-            sizes = [0 if number in frozen else chunk.nbytes for number, chunk in enumerate(chunks)]
-            return Changes({}, sizes, sum(sizes) / self.total_bytes)
-        changes = gather_changes(self._base.compare(packer, self._own_chunks, hashing), chunks)
-        nbytes = sum(changes.sizes)
+        if self._has_frozen:  # the engine holds frozen chunks already; both sides still hash them
+            frozen = set(self._frozen)
+            sizes = [0 if number in frozen else chunk.nbytes for number, chunk in enumerate(self._own)]
+            (nbytes,) = sum_over_ranks([sum(sizes)])
+            return Changes({}, sizes, nbytes, nbytes / self.total_bytes)
+        changes = gather_changes(self._base.compare(packer, dict(enumerate(self._own)), hashing), self._own, self.total_bytes)
+        nbytes = changes.nbytes
         send_deltas = self._settings.delta == "on" or nbytes <= MAX_DELTA_SHARE * self.total_bytes
         decision = "sending what changed" if send_deltas else "sending everything"
         if decision not in self._reported:
             self._reported.add(decision)
             share = f"{changes.changed_share:.2%} of the bytes changed, and their deltas take {nbytes / self.total_bytes:.2%} of all bytes"
             self._notify(f"sync.delta = {self._settings.delta}: {decision}; {share}")
-        return changes if send_deltas else replace(changes, sizes=[chunk.nbytes for chunk in chunks])
+        return changes if send_deltas else replace(changes, sizes=[chunk.nbytes for chunk in self._own], nbytes=self.total_bytes)
 
     def _send(
-        self, packer: ChunkPacker, parts: Sequence[Chunk], differences: dict[int, Difference], hashing: bool
-    ) -> tuple[dict[int, str], float]:
-        """Send this rank's chunks, or the `parts` of them. Return their digests by chunk number, and the seconds spent on hashing."""
+        self, packer: ChunkPacker, parts: Sequence[Chunk], differences: dict[int, Difference], hashing: bool, sent: list[str]
+    ) -> float:
+        """Send this rank's chunks, or the `parts` of them. Append their digests to `sent`, and return the seconds spent on hashing."""
         outbox = cast(Outbox, self._outbox)
         digests = {number: difference.digest for number, difference in differences.items()}
         hashed = dict[tuple[NamedRect, ...], str]()  # engines that get the same bytes share one digest
         outbox.start([part for part in parts if part.nbytes])
-        for number, chunk in self._own_chunks.items():
+        for number, chunk in enumerate(self._own):
             if not (part := parts[number]).nbytes:
                 if number not in digests:  # frozen; the engine hashes its bytes at the same time
                     if chunk.sources not in hashed:
@@ -182,7 +187,8 @@ class WeightTransfer:
                     self._base.remember(chunk, flat)
             outbox.send(part)
         outbox.finish()
-        return digests, packer.hash_seconds
+        sent += [digests[number] for number in range(len(self._own))]
+        return packer.hash_seconds
 
     def _run_on_all_ranks(self, step: Callable[[], T], kind: Any) -> list[T]:
         """Run `step` on every rank and return all results, of type `kind`. If a rank fails, raise RunError with the engine's error on all
@@ -222,7 +228,8 @@ class Changes:
     """How the chunks of all ranks differ from the base."""
 
     own: dict[int, Difference]  # differences of this rank's chunks, by chunk number
-    sizes: list[int]  # bytes to send for every chunk of the plan: the size of its delta, or of the whole chunk
+    sizes: list[int]  # bytes to send for each of this rank's chunks: the size of its delta, or of the whole chunk
+    nbytes: int  # bytes to send, of all ranks
     changed_share: float  # share of all bytes that differ from the base
 
 
@@ -253,10 +260,8 @@ class DeltaBase:
         return sum(flat.nbytes for flat in self._flats.values())
 
 
-def gather_changes(own: dict[int, Difference], chunks: tuple[Chunk, ...]) -> Changes:
-    """Combine the differences of all ranks' chunks. Collective."""
-    own_sizes = {number: chunks[number].nbytes if found.delta is None else len(found.delta) for number, found in own.items()}
-    gathered = gather_from_ranks((own_sizes, sum(found.changed for found in own.values())), tuple[dict[int, int], int])
-    sizes = {number: size for rank_sizes, _ in gathered for number, size in rank_sizes.items()}
-    changed = sum(rank_changed for _, rank_changed in gathered)
-    return Changes(own, [sizes[number] for number in range(len(chunks))], changed / sum(chunk.nbytes for chunk in chunks))
+def gather_changes(own: dict[int, Difference], chunks: Sequence[Chunk], total_bytes: int) -> Changes:
+    """Combine the differences of this rank's chunks with those of all ranks. Collective."""
+    sizes = [chunk.nbytes if (delta := own[number].delta) is None else len(delta) for number, chunk in enumerate(chunks)]
+    nbytes, changed = sum_over_ranks([sum(sizes), sum(found.changed for found in own.values())])
+    return Changes(own, sizes, nbytes, changed / total_bytes)

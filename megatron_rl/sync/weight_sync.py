@@ -20,11 +20,12 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.rollout.engine import Engine, ServedReport
+from megatron_rl.rollout.engine import Engine, Roots, ServedReport
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.sync.checks import check_coverage, check_live_engine
+from megatron_rl.sync.checks import check_live_engine, check_transport
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.proof import ByteProof
+from megatron_rl.sync.schedule import Schedule
 from megatron_rl.sync.transfer import Transferred, WeightTransfer
 
 _SECONDS = "sync (seconds)"
@@ -88,12 +89,14 @@ class WeightSync:
         RunError for a plan that leaves out a byte of the engines' weights."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
         self._canary, self._notify = canary, notify
-        self._transfer, self._proof = WeightTransfer(plan, engine, settings, notify), ByteProof(plan, engine)
-        self._sizes = check_coverage(plan)
+        check_transport(settings)
+        schedule = Schedule(plan)
+        self._transfer, self._proof = WeightTransfer(plan, schedule, engine, settings, notify), ByteProof(plan, schedule, engine)
+        self._sizes = schedule.sizes
         self._counts = {
-            "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.of_scales),
-            "tensors": sum(size.tensors for size in self._sizes.values()),
-            "engine_bytes": sum(size.nbytes for size in self._sizes.values()),
+            "blocks": schedule.scales,
+            "tensors": sum(size.tensors for size in self._sizes),
+            "engine_bytes": sum(size.nbytes for size in self._sizes),
         }
         self._defers_proof = settings.proof == "reread" and not self._transfer.keeps_base and not torch.cuda.is_available()
         self._proof_age: int | None = None  # syncs since the engines' bytes were last reread, or None if they never were
@@ -184,9 +187,9 @@ class WeightSync:
             self._compare_with_reread(named_tensors, transferred.sent)
         return transferred, wrong_bases
 
-    def _compare_with_reread(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str]) -> None:
-        """Compare `sent` with the digests that the engine has computed of its live weights since `end_sync`."""
-        self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading(), dict[int, list[str]]))
+    def _compare_with_reread(self, named_tensors: dict[str, torch.Tensor], sent: list[str]) -> None:
+        """Compare `sent`, digests of this rank's chunks, with those that the engine has computed of its live weights since `end_sync`."""
+        self._proof.compare_digests(named_tensors, sent, self._engine.run(lambda engine: engine.finish_rereading(), Roots))
         self._proof_age = 0
 
     def _check_derived_tensors(self) -> tuple[int, bool]:

@@ -15,11 +15,11 @@ from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.proof import find_differences
 from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
-from parallel.digest import digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
-from parallel.shards import NamedRect, Rect
+from parallel.shards import Rect
 
 _SMALL_ULPS = 16
 """Differences up to this many units in the last place are likely those of another order of a sum."""
@@ -76,53 +76,44 @@ def find_operators(tensor: str) -> tuple[str, ...]:
     return tuple(f"layers.{number}.{name}" for name in names) or (tensor,)
 
 
-_Pair = tuple[Transfer, Rect]  # a transfer, and a part of its rectangle, relative to its corner
+_Found = list[tuple[int, str, int, int, Finding]]
 
 
 def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named_tensors: Mapping[str, torch.Tensor]) -> list[Finding]:
     """Return the engine's weights whose bytes are not the trainer's, with the first element of each. Both sides hash every weight once,
-    then blocks, rows, and elements of the wrong ones. Collective."""
-    pairs = [(each, Rect(0, 0, each.target_rect.rows, each.target_rect.cols)) for each in transfers]
+    then blocks, rows, and elements of the wrong ones. Each rank needs the transfers that it sends. Collective."""
+    parts = [each for each in transfers if each.source_rank == get_rank()]
     for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
-        parts = [(each, part) for each, rect in pairs for part in _split(rect, rows or rect.rows, cols or rect.cols)]
-        first: dict[tuple[str, int], _Pair] = {}
-        for index in _compare_digests(engine, parts, named_tensors):
-            first.setdefault((parts[index][0].target, parts[index][0].target_rank), parts[index])
-        pairs = list(first.values())
-    return [_describe_bytes(each, part) for each, part in pairs]
+        parts = [part for each in parts for part in _split(each, rows or each.target_rect.rows, cols or each.target_rect.cols)]
+        first: dict[tuple[int, str], Transfer] = {}
+        for index in find_differences(parts, engine, named_tensors):
+            first.setdefault((parts[index].target_rank, parts[index].target), parts[index])
+        parts = list(first.values())
+    own = [(each.target_rank, each.target, each.target_rect.row, each.target_rect.col, _describe_bytes(each)) for each in parts]
+    found = (each for ranks in gather_from_ranks(own, _Found) for each in ranks)
+    by_tensor: dict[tuple[int, str], Finding] = {}
+    for rank, name, _, _, finding in sorted(found, key=lambda each: each[:4]):
+        by_tensor.setdefault((rank, name), finding)
+    return list(by_tensor.values())
 
 
-def _split(rect: Rect, rows: int, cols: int) -> list[Rect]:
-    corners = product(range(rect.row, rect.row + rect.rows, rows), range(rect.col, rect.col + rect.cols, cols))
-    return [Rect(row, col, min(rows, rect.row + rect.rows - row), min(cols, rect.col + rect.cols - col)) for row, col in corners]
+def _split(each: Transfer, rows: int, cols: int) -> list[Transfer]:
+    """Return a transfer in parts of at most these sizes."""
+    whole = each.target_rect
+    corners = product(range(0, whole.rows, rows), range(0, whole.cols, cols))
+    places = [Rect(row, col, min(rows, whole.rows - row), min(cols, whole.cols - col)) for row, col in corners]
+    return [each._replace(source_rect=_place(each.source_rect, part), target_rect=_place(whole, part)) for part in places]
 
 
-def _describe_bytes(each: Transfer, part: Rect) -> Finding:
+def _place(corner: Rect, part: Rect) -> Rect:
+    return Rect(corner.row + part.row, corner.col + part.col, part.rows, part.cols)
+
+
+def _describe_bytes(each: Transfer) -> Finding:
     cause = "KV scale" if "kv_scales" in each.target else "scale of a weight" if each.of_scales else "weights"
-    place = f"first at row {each.target_rect.row + part.row}, column {each.target_rect.col + part.col}"
+    place = f"first at row {each.target_rect.row}, column {each.target_rect.col}"
     text = f"{each.target} of engine rank {each.target_rank} is not {each.source} of trainer rank {each.source_rank}, {place}"
     return Finding(find_operators(each.target), cause, text)
-
-
-def _compare_digests(engine: Rank0[Engine], pairs: list[_Pair], named_tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """Return the indices of the parts with other bytes in the engine. Collective."""
-
-    def place(corner: Rect, part: Rect) -> Rect:
-        return Rect(corner.row + part.row, corner.col + part.col, part.rows, part.cols)
-
-    own = [index for index, (each, _) in enumerate(pairs) if each.source_rank == get_rank()]
-    digests = digest_all(named_tensors, [(each.source, place(each.source_rect, part)) for each, part in (pairs[index] for index in own)])
-    by_rank = gather_from_ranks(dict(zip(own, digests, strict=True)), dict[int, str])
-    sent = {index: value for part in by_rank for index, value in part.items()}
-
-    def compare(engine: Engine) -> list[int]:
-        rects: dict[int, list[NamedRect]] = defaultdict(list)
-        for each, part in pairs:
-            rects[each.target_rank].append((each.target, place(each.target_rect, part)))
-        arrived = {rank: iter(values) for rank, values in engine.digest_rects(rects).items()}
-        return [index for index, (each, _) in enumerate(pairs) if next(arrived[each.target_rank]) != sent[index]]
-
-    return engine.run(compare, list[int])
 
 
 def find_other_precision(training: PrecisionGraph, rollout: Iterable[PrecisionGraph]) -> list[Finding]:

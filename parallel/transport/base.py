@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from parallel.chunking import Chunk
 
@@ -26,19 +26,33 @@ class TransportSettings(Protocol):
     def timeout(self) -> float: ...  # longest wait of one side for the other, in seconds
 
 
+class Route(NamedTuple):
+    """What all ranks know about a sync."""
+
+    sources: tuple[int, ...]  # trainer ranks that send
+    targets: tuple[int, ...]  # engine ranks that receive
+    largest: int  # bytes of the largest chunk
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Route:
+        """Return the route of all ranks' chunks."""
+        sources, targets = ({getattr(chunk, side) for chunk in chunks} for side in ("source", "target"))
+        return cls(tuple(sorted(sources)), tuple(sorted(targets)), max(chunk.nbytes for chunk in chunks))
+
+
 class Outbox:
     """A trainer rank's half. Every wait ends after `sync.timeout` with one of the transport's `lost_errors`."""
 
     address: Any = None  # address for engine ranks and other trainer ranks, as JSON
 
-    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
-        """`chunks` are the chunks of all ranks."""
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk], route: Route) -> None:
+        """`chunks` are those of this rank. A test may pass those of all ranks."""
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         """Wait until the engine ranks are connected. `addresses`: the address of every trainer rank."""
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        """Start a sync of all ranks' chunks, or of some of them in the same order and with fewer bytes."""
+        """Start a sync of these chunks, or of some of them in the same order and with fewer bytes."""
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         """Return a free buffer, uint8 [chunk.nbytes]."""
@@ -103,8 +117,9 @@ class Transport:
     lost_errors: tuple[type[Exception], ...] = (OSError,)
     """Errors that an outbox raises for a lost connection. The sync is then repeated with another engine."""
 
-    def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
-        return importlib.import_module(self.module).Outbox(settings, rank, chunks)
+    def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk], route: Route | None = None) -> Outbox:
+        """`route` defaults to that of `chunks`, which then are those of all ranks."""
+        return importlib.import_module(self.module).Outbox(settings, rank, chunks, route or Route.of(chunks))
 
     def make_inbox(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
         return importlib.import_module(self.module).Inbox(link, rank, chunks)

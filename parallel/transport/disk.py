@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.01
 
 
 class Outbox(base.Outbox):
-    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk], route: base.Route) -> None:
         assert settings.dir is not None  # ensured by check_transport
         settings.dir.mkdir(parents=True, exist_ok=True)
         self._rank, self._total, self._sync = rank, 0, 0

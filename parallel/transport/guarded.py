@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel.chunking import Chunk
 from parallel.plug import PlugError
-from parallel.transport.base import Inbox, Link, Outbox, Transport, TransportSettings
+from parallel.transport.base import Inbox, Link, Outbox, Route, Transport, TransportSettings
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ class GuardedTransport(Transport):
     own: Transport = field(kw_only=True)
     call: Callable[..., AbstractContextManager[None]] = field(kw_only=True)
 
-    def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
-        return _GuardedOutbox(lambda: self.own.make_outbox(settings, rank, chunks), self._guard(settings.timeout))
+    def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk], route: Route | None = None) -> Outbox:
+        return _GuardedOutbox(lambda: self.own.make_outbox(settings, rank, chunks, route), self._guard(settings.timeout))
 
     def make_inbox(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
         return _GuardedInbox(lambda: self.own.make_inbox(link, rank, chunks), self._guard(link.timeout))

@@ -29,11 +29,9 @@ _POLL_SECONDS = 0.001
 class Outbox(base.Outbox):
     on_device = True  # send from GPU memory if there is a GPU. If False, chunks are packed on the GPU and copied to the host as a whole.
 
-    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk], route: base.Route) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
-        self._sources = sorted({chunk.source for chunk in chunks})
-        self._targets = sorted({chunk.target for chunk in chunks})
-        self._size = max(chunk.nbytes for chunk in chunks)
+        self._sources, self._targets, self._size = route
         self._store: Any = listening_store(self._host, self._timeout) if rank == self._sources[0] else None
         self.address = [self._host, self._store.port, secrets.token_hex(16)] if self._store is not None else None
         self._group: Any = None

@@ -25,9 +25,9 @@ _NUMBER = struct.Struct("<q")
 class Outbox(base.Outbox):
     """Fills one buffer after the other, and waits until the next buffer has been read."""
 
-    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk], route: base.Route) -> None:
         self._targets = sorted({chunk.target for chunk in chunks if chunk.source == rank})
-        self._size = max(chunk.nbytes for chunk in chunks)
+        self._size = route.largest
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))  # readable by this user only
         self._timeout = settings.timeout
         self.address = str(self._folder / "ring")

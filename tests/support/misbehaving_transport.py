@@ -17,8 +17,8 @@ def strike(where):
 
 
 class Outbox(tcp.Outbox):
-    def __init__(self, settings, rank, chunks):
-        super().__init__(settings, rank, chunks)
+    def __init__(self, settings, rank, chunks, route):
+        super().__init__(settings, rank, chunks, route)
         if strike("address") == "wrong type":
             self.address = object()
 

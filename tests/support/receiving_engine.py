@@ -1,8 +1,10 @@
 """An engine that only receives weights, in the test's own process, without SGLang or a model."""
 
+import json
 import time
 
 from megatron_rl.rollout.engine import ServedReport
+from parallel.chunking import decode_chunks
 from parallel.digest import digest_all, make_stored_tensors
 from rollout_sglang.proved_regions import ProvedRegions
 from rollout_sglang.weight_receiver import WeightReceiver
@@ -24,13 +26,13 @@ class ReceivingEngine:
 
     def connect(self, link, chunks, staged):
         for rank, tensors in self.tensors.items():
-            own = [chunk for chunk in chunks if chunk.target == rank]
+            own = decode_chunks(rank, chunks[rank])
             self.receivers[rank] = WeightReceiver(link, rank, own, tensors, staged)
             self.regions[rank] = ProvedRegions(own, tensors, self.padding[rank])
 
     def start_receiving(self, hashing, places=None):
         for rank, receiver in self.receivers.items():
-            receiver.start(self.tensors[rank], hashing, places and places[rank])
+            receiver.start(self.tensors[rank], hashing, places and json.loads(places[rank]))
 
     def finish_receiving(self, hashing):
         digests = {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self.receivers.items()}

@@ -16,7 +16,6 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import ServedReport, derive_engine_seed
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Generation, SamplingParams
-from parallel.chunking import Chunk
 from parallel.shards import Rect
 from parallel.transport.base import Link
 
@@ -221,11 +220,11 @@ def test_ranks_are_numbered_through(fleet):
     place = ("weight", Rect(0, 0, 1, 1))
     assert two.engines.digest_rects({1: [place], 2: [place, place]}) == {1: ["digest_rects"], 2: ["digest_rects", "digest_rects"]}
     assert [engine.calls[-1] for engine in two.started] == [("digest_rects", {1: [place]}), ("digest_rects", {0: [place, place]})]
-    chunks = [Chunk(0, target, 0, 1, (), (place,)) for target in range(4)]
+    chunks = {rank: f"chunks of {rank}" for rank in range(4)}
     two.engines.connect(Link("disk", {}, [0], [0, 1, 2, 3], 1, 1.0), chunks, False)
     for number, engine in enumerate(two.started):
         _, link, own_chunks, _ = engine.calls[-1]
-        assert (link.first, [chunk.target for chunk in own_chunks]) == (2 * number, [0, 1])
+        assert (link.first, own_chunks) == (2 * number, {rank: chunks[2 * number + rank] for rank in range(2)})
     assert two.engines.read_activation_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 

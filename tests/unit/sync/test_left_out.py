@@ -15,12 +15,13 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.sync import weight_sync
+from megatron_rl.sync import schedule
 from megatron_rl.sync.checks import check_coverage
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.adapters import AdapterGeometry
 from parallel.attention import GatedDeltaNet, LatentAttention, SoftmaxAttention
+from parallel.chunking import Chunk
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -95,10 +96,14 @@ def make_sync(plan: SyncPlan, model: ModelGeometry, **settings) -> tuple[WeightS
     return WeightSync(plan, Rank0(lambda: engine), lambda: tensors, SyncConfig(timeout=20.0, **settings)), engine
 
 
+def list_received(plan: SyncPlan) -> dict[int, list[Chunk]]:
+    return {rank: [chunk for chunk in plan.chunks if chunk.target == rank] for rank in plan.targets}
+
+
 @CASES
 def test_the_trainer_refuses_a_plan_that_leaves_out_a_byte(model, engines, name, hole):
     plan, less = make_plans(model, engines, name, hole)
-    check_coverage(plan)
+    check_coverage(plan, list_received(plan))
     with pytest.raises(
         RunError, match=rf"^the sync cannot be proved: .*{name.strip('*')} of engine rank \d: no chunk has rows {hole.row}\.\."
     ):
@@ -110,7 +115,7 @@ def test_the_trainer_refuses_a_plan_that_leaves_out_a_byte(model, engines, name,
 def test_an_engine_does_not_serve_if_its_chunks_leave_out_a_byte(monkeypatch, model, engines, name, hole, delta):
     """The trainer believes in the plan, and sends what it says."""
     plan, less = make_plans(model, engines, name, hole)
-    monkeypatch.setattr(weight_sync, "check_coverage", lambda _: check_coverage(plan))
+    monkeypatch.setattr(schedule, "check_coverage", lambda *_: check_coverage(plan, list_received(plan)))
     sync, engine = make_sync(less, model, delta="off" if model is DENSE else delta)
     admitted = []
     engine.resume = lambda: admitted.append(True)
@@ -158,7 +163,7 @@ def test_a_report_that_differs_from_the_plan_is_refused(monkeypatch):
         with pytest.raises(RunError, match=r"^the sync is not proved: engine rank 0 accounts for \d+ weights of (\d+) bytes, the plan for"):
             sync.run(2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "finish_rereading", lambda: {0: []})
+        patch.setattr(engine, "finish_rereading", lambda: {0: [0] * 5})
         with pytest.raises(RunError, match=r"^the sync is not proved: the engine ranks have hashed \{\} chunks, the plan has \{0: \d+\}"):
             sync.run(2)
     engine.tensors[0] = {**engine.tensors[0], "model.extra.weight": torch.zeros(3)}
