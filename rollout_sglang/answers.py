@@ -1,4 +1,4 @@
-"""Answers of an engine in columns: what SGLang writes as JSON, 46 bytes a token that take Python microseconds to read, is packed by the
+"""Answers of an engine in columns: what SGLang writes as JSON, about 40 bytes a token, is packed by the
 engine's server into arrays, 8 bytes a token, which the client reads without touching a token.
 
 A client that accepts `MEDIA_TYPE` gets one MessagePack list of `Answer`, checked against their types when it is read. All other clients
