@@ -31,6 +31,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
+from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import adapters, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
@@ -224,8 +225,9 @@ class EngineServer:
         self.processes, self.url, self.api_key = self._launch_spec.start_process()
 
     def connect(self) -> httpx.Client:
-        """Return an HTTP client that sends the server's key."""
-        headers, limits = {"Authorization": f"Bearer {self.api_key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        """Return an HTTP client that sends the server's key and takes completions in columns."""
+        headers = {"Authorization": f"Bearer {self.api_key}", "Accept": f"{MEDIA_TYPE}, application/json"}
+        limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
         return httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
     def wait_until_ready(self) -> None:

@@ -17,6 +17,7 @@ import functools
 import inspect
 import json
 import numbers
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -39,7 +40,7 @@ _WRONG_FORM = (TypeError, AttributeError, IndexError, AssertionError)  # errors 
 class Sample:
     """What a function may ask about a completion apart from its text."""
 
-    token_ids: Sequence[int] = ()
+    token_ids: bytes = b""  # int32, in the order of this machine: most functions never read a token
     dialogue: Sequence[str] = ()  # alternating texts of policy and environment; empty without an environment
 
     @property
@@ -156,7 +157,12 @@ class _TRLFunction(ForeignFunction):
             columns = {name: value for name, value in columns.items() if name not in left_out}
 
         def call(prompt: Any, completion: Any) -> Any:
-            values = {**columns, "prompts": prompt, "completions": completion, "completion_ids": [*sample.token_ids]}
+            values = {
+                **columns,
+                "prompts": prompt,
+                "completions": completion,
+                "completion_ids": array("i", sample.token_ids).tolist(),
+            }
             logs = {"log_extra": _ignore, "log_metric": _ignore}
             return self.call(problem, {name: [value] for name, value in values.items()}, logs)
 

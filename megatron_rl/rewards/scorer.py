@@ -9,6 +9,7 @@ If any function fails on a completion, the completion has no verdict, since a su
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -158,7 +159,7 @@ def _check_own(pool: RewardPool, field: str, name: str, problems: Sequence[Probl
     """`allowed`: an error that is none."""
 
     def call(text: str, problem: Problem) -> str:
-        error = pool.score([text], [problem], [Sample(text.encode(errors="replace"))])[0][0].error
+        error = pool.score([text], [problem], [Sample(array("i", [*text.encode(errors="replace")]).tobytes())])[0][0].error
         return "" if error == allowed else error
 
     try:

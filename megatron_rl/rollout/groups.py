@@ -113,7 +113,7 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
         [completion.total_sampled for completion in completions_B],
         [completion.environment_error and f"{completion.finish_reason}: {completion.environment_error}" for completion in completions_B],
         own_B if any(own is not None for own in own_B) else None,
-        [Sample(completion.output_ids_T.tolist(), completion.dialogue) for completion in completions_B],
+        [Sample(completion.output_ids_T.tobytes(), completion.dialogue) for completion in completions_B],
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward

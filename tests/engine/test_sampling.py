@@ -22,7 +22,7 @@ TOKENS = 24
 
 def abort_generation(prompts, tokens):
     """Abort a generation, later and later until SGLang has read the requests. Return its error, and (finish reason, tokens) of each of
-    SGLang's answers."""
+    the engine's answers."""
     engine, answers = current().engines.replicas[0].engine, []
     ask = engine._ask
 
@@ -37,7 +37,7 @@ def abort_generation(prompts, tokens):
             time.sleep(0.05 * 1.3**attempt)
             abort.request()
             error = repr(asking.exception())
-            ended = [(str(answer["meta_info"]["finish_reason"]["type"]), len(answer["output_ids"])) for answer in answers]
+            ended = [(answer.finish, len(answer.ids) // 4) for answer in answers]
             if any(reason == "abort" and count for reason, count in ended):
                 break
     return error, ended

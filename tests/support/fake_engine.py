@@ -39,6 +39,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_engine_shards
 from parallel.transport.process_group import register_shared_gloo
 from rollout_sglang import rank_handler
+from rollout_sglang.answers import MEDIA_TYPE, pack_answers
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
@@ -116,7 +117,7 @@ class LightEngine:
             return [(-1.0, number % 251) for number in ids]
 
         about = {"finish_reason": {"type": "length"}, "weight_version": version, "cached_tokens": 0}
-        return [{"meta_info": {**about, "output_token_logprobs": draw(request)}} for request in parameters]
+        return pack_answers([{"meta_info": {**about, "output_token_logprobs": draw(request)}} for request in parameters])
 
 
 def serve(host, port):
@@ -135,9 +136,9 @@ def serve(host, port):
             return self.respond(200, engine.answer(self.path, body))
 
         def respond(self, status, answer):
-            body = json.dumps(answer).encode()
+            body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", MEDIA_TYPE if isinstance(answer, bytes) else "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

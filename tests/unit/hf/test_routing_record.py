@@ -16,7 +16,7 @@ from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.engine import read_routed_experts
+from rollout_sglang.answers import Answer, pack_answers, read_answers, read_routed_experts
 
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
@@ -89,16 +89,21 @@ def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, more, m
     assert seen == len(samples) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in samples)))
 
 
-def answer(values: np.ndarray) -> dict:
-    return {"meta_info": {"routed_experts": base64.b64encode(values.astype(np.int32).tobytes()).decode()}}
+def answer(values: np.ndarray | None) -> Answer:
+    """Return what the client reads if SGLang reports these experts."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "cached_tokens": 0, "output_token_logprobs": []}
+    routing = {} if values is None else {"routed_experts": base64.b64encode(values.astype(np.int32).tobytes()).decode()}
+    return read_answers(pack_answers([{"meta_info": meta | routing}]))[0]
 
 
 def test_the_engines_answers_are_read_and_checked():
     assert (read_routed_experts(answer(record(5)), SHAPE, 5) == record(5)).all()
     for response, line in (
-        ({"meta_info": {}}, "without the requested routing"),
+        (answer(None), "without the requested routing"),
         (answer(record(6)), "routing of 5 tokens has 30 numbers, not 4 rows of 3 layers and 2 experts"),
         (answer(record(5).astype(int) + 256), "names experts 256 to 26\\d of 8"),  # a byte would hide it
+        (answer(record(5).astype(int) - 256), "names experts -256 to -2[45]\\d of 8"),
+        (answer(record(5).astype(int) + 65536), "names experts 65536 to 6554\\d of 8"),
     ):
         with pytest.raises(RunError, match=line):
             read_routed_experts(response, SHAPE, 5)

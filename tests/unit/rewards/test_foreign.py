@@ -1,6 +1,7 @@
 """Reward functions with the signatures of verl, TRL and verifiers, run as they stand on the columns of a row."""
 
 import sys
+from array import array
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def module(tmp_path, monkeypatch):
 
 def judge(name: str, text: str, answer: str = "2", dialogue: tuple[str, ...] = (), **columns: object):
     function, problem = load_function(f"ported_rewards:{name}"), Problem("p", "Q: 1+1?", answer, columns=columns)
-    return call_reward_function(function, text, problem, Sample([5, 6], dialogue))
+    return call_reward_function(function, text, problem, Sample(array("i", [5, 6]).tobytes(), dialogue))
 
 
 def test_a_verl_function_gets_the_typed_columns():
