@@ -182,8 +182,8 @@ class Candidate:
         return next((str(error) for _, error in find_mistakes(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)), "")
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
-        gpus = cluster.gpus_per_node
-        return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, node_gpus=gpus)
+        node = {"node_gpus": cluster.gpus_per_node, "capability": cluster.gpu.capability}
+        return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, **node)
 
     def at_once(self, job: Workload, trains: bool) -> int:
         """Return how many micro-batches take turns in a training pass or, without `trains`, in a forward pass."""
