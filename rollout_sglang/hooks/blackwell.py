@@ -7,11 +7,12 @@ from its bytes: where that has become 224 or less of 448, the block gets half th
 tensor in the proof of a sync (`derived_tensors`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from megatron_rl.errors import UserError
 from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
@@ -51,6 +52,13 @@ argument, `deep_gemm` for dense layers, and `flashinfer` for attention with a ca
 def is_blackwell() -> bool:
     """Return whether this machine's GPU is a Blackwell GPU for data centers (SM100, SM103)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == BLACKWELL
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise UserError for the first of SGLang's arguments (`[rollout.sglang]`) that `REFUSED` refuses on this machine's GPU."""
+    for name, value in options.items() if is_blackwell() else ():
+        if reason := REFUSED.get(name, {}).get(str(value)):
+            raise UserError(f"rollout.sglang.{name}", value, f"{reason} (on Blackwell)", "leave it out")
 
 
 def keep_bytes(

@@ -66,4 +66,4 @@ def test_engines_on_blackwell_hold_what_a_sync_fills(tmp_path):
         assert not rank["sync_fault"] and not rank["unknown"] and rank["forward"] is None, (case, rank)
         dtypes = {dtype for name, (dtype, _) in rank["tensors"].items() if name.endswith("weight_scale_inv")}
         assert dtypes == (set() if case == "bf16" else {"float32"}) and rank["chunks"]
-        assert set(rank["activation_formats"].values()) <= {"pow2"}
+        assert set(rank["activation_formats"].values()) <= {"fp8 pow2"}

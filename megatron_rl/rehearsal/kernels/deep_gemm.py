@@ -1,4 +1,4 @@
-"""DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` for sm_90 and sm_100."""
+"""DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` (sm_90, sm_100)."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def import_as_on_blackwell():
-    """Return SGLang's fp8_utils as DeepGEMM on SM100 makes it, with the layout functions of a `deep_gemm` that SGLang's torch code needs."""
+    """Return SGLang's fp8_utils as on SM100, with the layout functions of a `deep_gemm` that SGLang's own torch code needs."""
     stub_modules.install()
     os.environ[gpu_activation_quant.SCALE_FORMAT_VARIABLE] = "pow2"
     from sglang.srt.layers.quantization import fp8_utils
