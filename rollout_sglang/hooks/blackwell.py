@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.linear.requirements import is_blackwell
 from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
-BLACKWELL = 10  # major compute capability of B200, GB200 and B300
 SERVER_OPTIONS = {"fp8-gemm-backend": "deep_gemm", "moe-runner-backend": "triton", "attention-backend": "triton"}
 """SGLang's arguments on Blackwell, where its defaults are refused (`REFUSED`)."""
 _SHUFFLES = "shuffles the weights of experts, which a sync does not, and quantizes activations by its own formula"
@@ -47,11 +47,6 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 """SGLang's argument -> its values that break the contract or the proof on Blackwell, with the reason. `triton` is accepted for each
 argument, `deep_gemm` for dense layers, and `flashinfer` for attention with a cache in E4M3."""
-
-
-def is_blackwell() -> bool:
-    """Return whether this machine's GPU is a Blackwell GPU for data centers (SM100, SM103)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == BLACKWELL
 
 
 def check_options(options: Mapping[str, Any]) -> None:

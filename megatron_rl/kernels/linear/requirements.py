@@ -107,6 +107,13 @@ def _find_gpu_problem() -> tuple[str, str] | None:
     return None
 
 
+def is_blackwell() -> bool:
+    """Return whether this machine's GPU is a Blackwell GPU for data centers (B200, GB200, B300)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == BLACKWELL
+
+
 def find_blackwell_problem(name: str, format: TensorFormat, experts: bool) -> tuple[str, str, str] | None:
     """Return (field of `precision`, rule, fix) for a format or backend that does not compute the contract's products on Blackwell, or None.
 

@@ -64,3 +64,10 @@ def test_all_scales_of_the_contract_have_this_form_but_fp32_ones(size):
         scale = quantize(x, "pow2")[1]
         assert is_ue8m0(scale).all() and torch.equal(unpack_scales(pack_scales(scale, len(scale)), 3), scale)
     assert not is_ue8m0(quantize_weight(x + size, "fp32")[1]).all() or size == 0
+
+
+def test_the_exponent_alone_is_another_number_for_fp32_scales():
+    """This is what both libraries read of a scale on Blackwell, so FP32 scales are refused there."""
+    scale = quantize_weight(torch.randn(256, 384, generator=torch.Generator().manual_seed(0)), "fp32")[1]
+    exponent = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    assert (exponent != scale).any() and (exponent <= scale).all() and (scale < 2 * exponent).all()
