@@ -15,8 +15,10 @@ class SGLangLauncher:
     """See `EngineLauncher`. Imports inside methods, because SGLang imports this package before its stub modules are in place."""
 
     def check(self, config: Config) -> None:
+        from rollout_sglang.hooks import blackwell
         from rollout_sglang.server_options import check, check_tool_parser
 
+        blackwell.check_options(config.rollout.sglang)
         check(config.rollout.sglang)
         if config.agent is not None and config.agent.tool_parser:
             check_tool_parser(config.agent.tool_parser)

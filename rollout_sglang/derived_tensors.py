@@ -26,7 +26,7 @@ import torch
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.digest import Hash, as_byte_matrix, flat_bytes
-from rollout_sglang.hooks import dequant_cache
+from rollout_sglang.hooks import blackwell, dequant_cache
 
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
@@ -82,6 +82,7 @@ def refresh(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (recompute := getattr(module, "refresh_gemma_weight", None)) is not None:
             recompute()
+    blackwell.refresh(model)
 
 
 DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -90,6 +91,7 @@ DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
     "*.w_vc": partial(_absorbed, 1),
     "*.w_scale_k": partial(_absorbed_scale, 0),
     "*.w_scale_v": partial(_absorbed_scale, 1),
+    f"*.weight_scale_inv.{blackwell.PACKED}": blackwell.repack,
 }
 """Pattern of a path -> function that recomputes the tensor from the module that holds it."""
 

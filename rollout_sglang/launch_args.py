@@ -32,7 +32,7 @@ from megatron_rl.rollout.engine_placement import (
     place_engine,
 )
 from rollout_sglang.answers import MEDIA_TYPE
-from rollout_sglang.hooks import adapters, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
@@ -122,6 +122,8 @@ def make_server_arguments(
     if torch.cuda.is_available():
         if contract.scales_kv_by_layer:
             options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
+        if blackwell.is_blackwell():
+            options = blackwell.SERVER_OPTIONS | options
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")

@@ -125,9 +125,17 @@ def memory_saver() -> str:
 @check
 def triton_kernels() -> str:
     """Compile every Triton kernel of this project for sm_90 as its own function launches it, and check for register spills."""
-    import hopper_kernels
+    import compile_kernels
 
-    return hopper_kernels.compile_all()
+    return compile_kernels.compile_all(90)
+
+
+@check
+def triton_kernels_blackwell() -> str:
+    """Do the same for sm_100."""
+    import compile_kernels
+
+    return compile_kernels.compile_all(100)
 
 
 def _add_part(part: Part) -> None:

@@ -101,12 +101,15 @@ def describe_jobs() -> list[DiagnosisRow]:
     """Return rows for the code that performs each job of a run on this machine."""
     on_gpu = bool(find_gpu()) and find_cuda_build() is not None
     engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
+    attention = "SGLang's torch_native back end"
+    if on_gpu:
+        attention = "Triton's on Blackwell" if requirements.is_blackwell() else "SGLang's default for this GPU"
     note = "little tested on GPUs so far" if on_gpu else "FP8 matrix products are emulated in torch with the trainer's code"
     return [
         DiagnosisRow("trainer's FP8 linears", "emulated by default", "", "set precision.backend to use another back end"),
         *map(inspect_backend, requirements.BACKENDS),
         DiagnosisRow("engine's kernels", engine, "", note),
-        DiagnosisRow("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
+        DiagnosisRow("engine's attention", attention),
     ]
 
 

@@ -35,7 +35,7 @@ Checkpoint = Annotated[
 ]
 Nodes = Annotated[int | None, typer.Option(help="Number of nodes. Defaults to what the layouts need.", show_default=False)]
 GpusPerNode = Annotated[int, typer.Option(help="GPUs per node.")]
-Gpu = Annotated[str, typer.Option(help="GPU type: h100, h200, h800 or h20.")]
+Gpu = Annotated[str, typer.Option(help="GPU type: h100, h200, h800, h20, b200, gb200 or b300.")]
 
 _TRAINING = ("torch", "megatron-core", "sglang")
 _QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)

@@ -34,6 +34,12 @@ class Gpu:
     """Bandwidth to the other GPUs of the node."""
     bf16: float
     fp8: float
+    capability: tuple[int, int] = (9, 0)
+    """CUDA compute capability."""
+    processors: int = 132
+    """Streaming multiprocessors."""
+    nvlink_domain: int = 8
+    """GPUs that NVLink connects: those of one node, or of one rack."""
 
     def product_seconds(self, flops: Mapping[str, float]) -> float:
         """Return the seconds that matrix products of these FLOPs, by dtype, take. Unknown dtypes are ignored."""
@@ -52,9 +58,13 @@ GPUS = {
     "h100": Gpu("H100 SXM 80GB", 81559 * MIB, 3.35e12, 450e9, 989e12, 1979e12),
     "h200": Gpu("H200 SXM 141GB", 143771 * MIB, 4.8e12, 450e9, 989e12, 1979e12),
     "h800": Gpu("H800 SXM 80GB", 81559 * MIB, 3.35e12, 200e9, 989e12, 1979e12),
-    "h20": Gpu("H20 SXM 96GB", 97871 * MIB, 4.0e12, 450e9, 148e12, 296e12),
+    "h20": Gpu("H20 SXM 96GB", 97871 * MIB, 4.0e12, 450e9, 148e12, 296e12, processors=78),
+    "b200": Gpu("B200 180GB", 183359 * MIB, 8e12, 900e9, 2.25e15, 4.5e15, (10, 0), 148),
+    "gb200": Gpu("GB200 186GB", 189471 * MIB, 8e12, 900e9, 2.5e15, 5e15, (10, 0), 152, 72),
+    "b300": Gpu("B300 288GB", 275040 * MIB, 8e12, 900e9, 2.25e15, 4.5e15, (10, 3), 148),
 }
-"""The Hopper GPUs that the FP8 backends support, from NVIDIA's data sheets."""
+"""The GPUs that the FP8 backends support, from NVIDIA's data sheets (Blackwell: DGX B200, GB200 NVL72 divided by its 72 GPUs, HGX B300).
+Rates of Blackwell are the dense halves of the published sparse ones."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,13 @@ class Cluster:
 
     def link_bandwidth(self, first: int, last: int) -> float:
         """Return the bytes/s that each GPU sends within a group that spans the GPUs `first` to `last`."""
-        within_node = self.node_of(first) == self.node_of(last)
-        return (self.gpu.nvlink if within_node else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
+        connected = first // self.nvlink_gpus == last // self.nvlink_gpus
+        return (self.gpu.nvlink if connected else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
+
+    @property
+    def nvlink_gpus(self) -> int:
+        """Number of GPUs that NVLink connects: those of a node, or of as many whole nodes as a rack with NVLink has."""
+        return max(self.gpu.nvlink_domain // self.gpus_per_node, 1) * self.gpus_per_node
 
     def __str__(self) -> str:
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"

@@ -182,8 +182,9 @@ class Candidate:
         return next((str(error) for _, error in find_mistakes(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)), "")
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
-        gpus = cluster.gpus_per_node
-        return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, node_gpus=gpus)
+        gpus, capability = cluster.gpus_per_node, cluster.gpu.capability
+        layouts = Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout)
+        return replace(layouts, node_gpus=gpus, capability=capability)
 
     def at_once(self, job: Workload, trains: bool) -> int:
         """Return how many micro-batches take turns in a training pass or, without `trains`, in a forward pass."""

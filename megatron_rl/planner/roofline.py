@@ -158,7 +158,7 @@ def _tree_bytes(job: Workload, ranks: int) -> float:
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:
     """Return the bytes/s between neighbors of a group of `ranks` consecutive GPUs."""
-    return LINK_EFFICIENCY * (cluster.gpu.nvlink if ranks <= cluster.gpus_per_node else NETWORK_BANDWIDTH)
+    return LINK_EFFICIENCY * (cluster.gpu.nvlink if ranks <= cluster.nvlink_gpus else NETWORK_BANDWIDTH)
 
 
 def _estimate_replica_exchange(job: Workload, candidate: Candidate, cluster: Cluster) -> float:

@@ -20,6 +20,17 @@ def backend_runs_here(facts: Facts) -> None:
         raise UserError("precision.backend", precision.backend, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
 
 
+@rule(Needs.ENGINE)
+def scales_and_experts_suit_blackwell(facts: Facts) -> None:
+    if facts.capability[0] != requirements.BLACKWELL:
+        return
+    contract, experts = facts.contract, bool(facts.hf_config) and facts.model.experts is not None
+    for format, trains in ((contract.trainer_format, experts), (contract.engine_format, False)):
+        if format.quantized and (problem := requirements.find_blackwell_problem(contract.backend, format, trains)):
+            field, rule, fix = problem
+            raise UserError(f"precision.{field}", getattr(facts.config.precision, field), rule, fix)
+
+
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_works_here(facts: Facts) -> None:
     from megatron_rl.sync.checks import check_transport

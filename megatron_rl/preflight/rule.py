@@ -69,6 +69,7 @@ class Facts:
     ranks: int = 1  # number of started trainer ranks
     engine_nodes: int = 1  # number of nodes with engines
     node_gpus: int = 0  # 0: nodes without GPUs
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability of these GPUs
 
     @classmethod
     def here(cls, config: Config, **model: Any) -> Facts:
@@ -77,6 +78,7 @@ class Facts:
 
         limit_calls(config.log.stuck_after / 2)  # so that a call ends before the watchdog ends the run
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        model["capability"] = torch.cuda.get_device_capability() if gpus else (0, 0)
         return cls(config, ranks=read_launch().size, engine_nodes=len(config.rollout.hosts), node_gpus=gpus, **model)
 
     @cached_property

@@ -44,7 +44,7 @@ def one_rank(rank: int, world: int, gpu: Gpu, recorder: Recorder | None = None) 
 
     device = FakeGpu(recorder or Recorder(), collectives.communicate)
     _current.append(device)
-    PROPERTIES.total_memory, PROPERTIES.name = gpu.memory, gpu.name
+    hopper.become(gpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes a host tensor, then copies

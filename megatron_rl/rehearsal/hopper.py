@@ -1,9 +1,11 @@
-"""Answers queries about the GPU as if this machine had one Hopper GPU. Nothing can be computed.
+"""Answers queries about the GPU as if this machine had one Hopper or Blackwell GPU. Nothing can be computed.
 
 `pretend` replaces the query functions of `torch.cuda` in this process. Compiled libraries query the driver and the CUDA runtime themselves,
 so `build_stubs` compiles a libcuda.so.1 whose functions all fail, which lets the libraries load, and a library to preload that reports one
 device.
 """
+
+from __future__ import annotations
 
 import os
 import re
@@ -11,7 +13,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rl.cost.hardware import Gpu
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -29,13 +34,12 @@ PROPERTIES = SimpleNamespace(
     gcnArchName="",
     is_integrated=False,
 )
-"""Result of torch.cuda.get_device_properties. A rehearsal sets name and memory."""
+"""Result of torch.cuda.get_device_properties. `become` makes it another GPU's."""
 _ANSWERS: dict[str, Any] = {
     "is_available": True,
     "is_initialized": True,
     "device_count": 1,
     "current_device": 0,
-    "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
     "get_device_properties": PROPERTIES,
     **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")),
 }
@@ -58,12 +62,22 @@ int cudaFree(void *pointer) { return 0; }
 """
 
 
+def become(gpu: Gpu) -> None:
+    """Make the pretended GPU this model. Libraries ask for its capability while they are imported."""
+    PROPERTIES.name, PROPERTIES.total_memory, PROPERTIES.multi_processor_count = gpu.name, gpu.memory, gpu.processors
+    PROPERTIES.major, PROPERTIES.minor = gpu.capability
+
+
 def pretend(**functions: Any) -> None:
-    """Make torch.cuda answer as with one Hopper GPU. `functions` are further functions of torch.cuda, or replace those here."""
+    """Make torch.cuda answer as with one GPU. `functions` are further functions of torch.cuda, or replace those here."""
     import torch
 
     total = PROPERTIES.total_memory
-    functions = {"get_device_name": lambda *_: PROPERTIES.name, "mem_get_info": lambda *_: (total, total)} | functions
+    functions = {
+        "get_device_name": lambda *_: PROPERTIES.name,
+        "get_device_capability": lambda *_: (PROPERTIES.major, PROPERTIES.minor),
+        "mem_get_info": lambda *_: (total, total),
+    } | functions
     for name, answer in _ANSWERS.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name, function in functions.items():

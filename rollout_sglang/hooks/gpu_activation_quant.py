@@ -8,7 +8,9 @@ Hopper, all block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one 
     fp8_kernel.sglang_per_token_quant_fp8               the same for inputs with 128 features, whose one group is the whole token
     per_token_group_quant.per_token_group_quant         experts in Triton, if their second layer loads its input by TMA
 
-Other calls (packed scales, SwiGLU in the same kernel, other groups) raise. A layer that calls another quantizer is refused before a run
+On Blackwell, the first writes the packed scales that DeepGEMM reads there (`precision.ue8m0`).
+
+Other calls (SwiGLU in the same kernel, other groups) raise. A layer that calls another quantizer is refused before a run
 samples: `read_linear_scale_format` and `read_expert_scale_format` detect it from the live layer's code.
 """
 
@@ -123,8 +125,8 @@ def _check_and_quantize(
     """Quantize and return (data, scale). Raise NotImplementedError for a quantization outside the precision contract."""
     if group != BLOCK or x.dim() != 2 or data.dtype != torch.float8_e4m3fn:
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
-    if fused or scale.dtype != torch.float32:
-        raise NotImplementedError("SwiGLU and quantization in one kernel, and packed scales, are outside the precision contract")
+    if fused or (scale.dtype != torch.float32 and not ue8m0):
+        raise NotImplementedError("SwiGLU and quantization in one kernel is outside the precision contract")
     _check_scale_format(ue8m0)
     quantize(x, data, scale)
     return data, scale

@@ -73,16 +73,28 @@ def _list_hooks() -> list[Hook]:
 
 def list_gpu_hooks() -> list[Hook]:
     """Return the hooks on GPU code of SGLang that does not follow the precision contract."""
-    from rollout_sglang.hooks import gated_delta
+    from rollout_sglang.hooks import blackwell, gated_delta
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
+    shared += list_blackwell_hooks() if blackwell.is_blackwell() else []
     return [
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", quant.dispatch_block_linear, "AROUND"),
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
         ("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8", quant.quantize_tokens, "REPLACE"),
         ("sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant", quant.quantize_groups, "REPLACE"),
         *shared,
+    ]
+
+
+def list_blackwell_hooks() -> list[Hook]:
+    """Return the hooks on what SGLang does on Blackwell only."""
+    from rollout_sglang.hooks import blackwell
+
+    return [
+        ("sglang.srt.layers.quantization.fp8_utils.requant_block_scale_ue8m0_for_deepgemm", blackwell.keep_bytes, "AROUND"),
+        ("sglang.srt.layers.quantization.fp8_utils.w8a8_block_fp8_matmul_deepgemm", blackwell.multiply_packed, "AROUND"),
+        ("sglang.srt.layers.quantization.fp8_activation.DenseSiluAndMulQuant.forward_decode", blackwell.activate_alone, "REPLACE"),
     ]
 
 

@@ -47,6 +47,9 @@ def make_up_weights(original: Callable[..., Any], model: torch.nn.Module, *args:
     original(model, *args, **kwargs)
     for tensor, value in kept:
         tensor.copy_(value)
+    for name, tensor in live_tensors(model).items():
+        if name.endswith(".weight_scale_inv"):
+            tensor.fill_(1)  # Blackwell's layout of scales takes only powers of two
 
 
 def set_latent_epsilon(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:

@@ -2,8 +2,8 @@
 
     python -m rollout_sglang.rehearsal.rank RANK,RANK,... < JOB.json
 
-Runs in a process of its own that makes torch report a Hopper GPU before SGLang is imported, so that SGLang takes the branches and hooks
-that it takes on Hopper. GPU packages are replaced by stubs, installed or not, and kernels by shape functions (`rehearsal.kernels`). For
+Runs in a process of its own that makes torch report the job's GPU before SGLang is imported, so that SGLang takes the branches and hooks
+that it takes on this GPU. GPU packages are replaced by stubs, installed or not, and kernels by shape functions (`rehearsal.kernels`). For
 each rank, a forked process builds the model with SGLang's runner and dummy weights, processes the weights as after loading, and unpacks the
 chunks of a sync into them. The first rank also runs a batch of prompts and a batch of decoded tokens (`rehearsal.forward`). Prints a JSON
 object of rank -> result (`run_rank`).
@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.cost.hardware import Gpu
 from parallel.chunking import Chunk
 from rollout_sglang.platform import stub_modules
 
@@ -36,7 +37,8 @@ _ALONE = {
 }
 """Disable broadcasts over shared memory, the download of FlashAttention 3 (sgl-kernel has it too), and DeepGEMM's precompilation."""
 _NOT_REHEARSED = "e4m3_per_layer"
-"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run."""
+"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run. Nor do they on Blackwell, whose attention is
+Triton's."""
 
 
 def main() -> None:
@@ -46,21 +48,24 @@ def main() -> None:
     ranks, job = [int(rank) for rank in sys.argv[1].split(",")], json.load(sys.stdin)
     answer, sys.stdout = sys.stdout, sys.stderr  # libraries print while they are imported
     config = Config.model_validate(job["config"], strict=False)
-    install_gpu()
+    gpu = Gpu(**job["gpu"])
+    install_gpu(gpu)
+    from rollout_sglang.hooks import blackwell
+
+    runs = config.precision.kv != _NOT_REHEARSED and not blackwell.is_blackwell()
     with describe_job(config) as (arguments, chunks):
         import_sglang()
         with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is global
-            tasks = [
-                (arguments, config, job["gpu"], rank, chunks(rank), rank == ranks[0] and config.precision.kv != _NOT_REHEARSED)
-                for rank in ranks
-            ]
+            tasks = [(arguments, config, gpu, rank, chunks(rank), runs and rank == ranks[0]) for rank in ranks]
             found = pool.starmap(run_rank, tasks, chunksize=1)
     print(json.dumps(dict(zip(ranks, found, strict=True))), file=answer, flush=True)
 
 
-def install_gpu() -> None:
-    """Replace everything that SGLang expects on a Hopper GPU, before torch is imported, also installed packages, which require a driver."""
-    from megatron_rl.rehearsal import device_guard
+def install_gpu(gpu: Gpu) -> None:
+    """Replace everything that SGLang expects on this GPU, before torch is imported, also installed packages, which require a driver."""
+    from megatron_rl.rehearsal import device_guard, hopper
+
+    hopper.become(gpu)
 
     device_guard.load()
     stub_modules.block_megatron()
@@ -108,7 +113,7 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
         yield arguments, lambda rank: [chunk for chunk in plan.chunks if chunk.target == rank]
 
 
-def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: int, chunks: list[Chunk], runs: bool) -> dict[str, Any]:
+def run_rank(arguments: list[str], config: Config, gpu: Gpu, rank: int, chunks: list[Chunk], runs: bool) -> dict[str, Any]:
     """Load the model as SGLang's scheduler does, run the forward passes if `runs`, and receive a sync. Return for JSON:
 
     tensors: name -> (torch dtype, shape) of every weight that the rank serves from.
@@ -119,7 +124,6 @@ def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: in
     sync_fault: why the chunks do not fill each byte of the weights exactly once, or "".
     forward: `ForwardRehearsal`, or None if no pass ran.
     """
-    from megatron_rl.cost.hardware import Gpu
     from megatron_rl.rehearsal.device import set_value
     from megatron_rl.rehearsal.fake_cuda import one_rank
     from rollout_sglang import rank_handler
@@ -129,7 +133,7 @@ def run_rank(arguments: list[str], config: Config, gpu: dict[str, Any], rank: in
     from rollout_sglang.rehearsal.sync import receive, without_device
 
     recorder = EngineRecorder()
-    with one_rank(rank, config.rollout.tp, Gpu(**gpu), recorder):
+    with one_rank(rank, config.rollout.tp, gpu, recorder):
         runner = rehearsed_runner.start(arguments, rank)
         for tensor in (*runner.model.parameters(), *runner.model.buffers()):
             set_value(tensor, None)  # values of dummy weights are meaningless

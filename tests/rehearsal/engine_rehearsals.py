@@ -1,13 +1,12 @@
 """Rehearses engines of small models, with and without planted faults. Prints a JSON object of case -> rank.
 
-python -m engine_rehearsals FOLDER CASE...
+python -m engine_rehearsals FOLDER GPU CASE...
 """
 
 import json
 import multiprocessing
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from support.families import ARCHITECTURES, CLASSES
@@ -113,9 +112,8 @@ PLANTED = (wrong_dtype, misaligned_weight, unknown_kernel, wrong_precision, item
 """Cases of a tiny dense model, by the name of the fault."""
 
 
-def _run(folder, name):
+def _run(folder, gpu, name):
     from megatron_rl.config import load_config
-    from megatron_rl.cost.hardware import GPUS
     from rollout_sglang.rehearsal.rank import describe_job, run_rank
 
     overrides, model = CASES.get(name, (TWO, TINY))
@@ -127,20 +125,21 @@ def _run(folder, name):
     for plant in (plant for plant in PLANTED if plant.__name__ == name):
         plant()
     with describe_job(config) as (arguments, chunks):
-        return run_rank(arguments, config, asdict(GPUS["h100"]), 0, chunks(0), True)
+        return run_rank(arguments, config, gpu, 0, chunks(0), gpu.capability[0] == 9)
 
 
-def main(folder, names):
+def main(folder, gpu, names):
+    from megatron_rl.cost.hardware import GPUS
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     os.environ["MEGATRON_RL_DELTA"] = "1"  # as every mode sets it that quantizes both sides or none
-    rehearsed_rank.install_gpu()
+    rehearsed_rank.install_gpu(GPUS[gpu])
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        found = pool.starmap(_run, [(folder, name) for name in names], chunksize=1)
+        found = pool.starmap(_run, [(folder, GPUS[gpu], name) for name in names], chunksize=1)
     print(json.dumps(dict(zip(names, found, strict=True))), file=answer)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

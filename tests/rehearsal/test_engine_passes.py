@@ -25,7 +25,9 @@ PLANTED = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The first engine rank by case."""
-    found = run_module("engine_rehearsals", str(tmp_path_factory.mktemp("engines")), *PLAIN, *PLANTED, path=str(Path(__file__).parent))
+    found = run_module(
+        "engine_rehearsals", str(tmp_path_factory.mktemp("engines")), "h100", *PLAIN, *PLANTED, path=str(Path(__file__).parent)
+    )
     return json.loads(found.splitlines()[-1])
 
 
@@ -54,3 +56,14 @@ def test_a_dense_layers_products_are_all_in_fp8(ranks):
 @pytest.mark.parametrize("case", PLANTED)
 def test_a_planted_fault_is_found(ranks, case):
     assert PLANTED[case] in ranks[case]["forward"]["fault"]
+
+
+def test_engines_on_blackwell_hold_what_a_sync_fills(tmp_path):
+    """Weights keep their bytes and FP32 scales, every other tensor is known, and all layers quantize by the contract."""
+    cases = ("dense", "experts", "bf16", "latent", "delta")
+    found = run_module("engine_rehearsals", str(tmp_path), "b200", *cases, path=str(Path(__file__).parent))
+    for case, rank in json.loads(found.splitlines()[-1]).items():
+        assert not rank["sync_fault"] and not rank["unknown"] and rank["forward"] is None, (case, rank)
+        dtypes = {dtype for name, (dtype, _) in rank["tensors"].items() if name.endswith("weight_scale_inv")}
+        assert dtypes == (set() if case == "bf16" else {"float32"}) and rank["chunks"]
+        assert set(rank["activation_formats"].values()) <= {"fp8 pow2"}

@@ -16,6 +16,7 @@ from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
+from megatron_rl.precision.ue8m0 import pack_scales
 from support.tree_sums import dequantize
 
 _TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"
@@ -145,8 +146,9 @@ def _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, 
 
 def quantize_into(x, data, scale, scale_format):
     """Write the kernel's bytes and scales into the caller's tensors."""
-    for target, values in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
-        target.copy_(values)
+    bytes_, scales = quantize_1x128(x, scale_format)
+    data.copy_(bytes_)
+    scale.copy_(pack_scales(scales, len(x)) if scale.dtype == torch.int32 else scales)
 
 
 def multiply_nodes(x, weight, x_scale=None, weight_scale=None):

@@ -2,7 +2,8 @@
 
 Bytes and scales equal those of `precision.fp8`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
 
-    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
+    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors,
+              whose scales may have Blackwell's layout (`precision.ue8m0`)
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
 """
 
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from megatron_rl.precision.ue8m0 import GROUPS_PER_WORD
 from parallel.formats import BLOCK
 
 QuantizedPair = tuple[torch.Tensor, torch.Tensor]
@@ -54,13 +56,17 @@ def _e4m3_bytes(values):
 @triton.jit
 def _store_rows(
     values, data, scales, token, column_tile, tokens, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr, TILE: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Write Q_1x128 of a tile of float32 values, for the first `tokens` tokens."""
     column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
     tl.store(data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
-    tl.store(scales + column_tile * stride + token * step, scale, mask=inside)
+    if PACKED:  # `scales` are bytes, of four tiles next to each other
+        byte = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+        tl.store(scales + column_tile // 4 * stride + token * step + column_tile % 4, byte, mask=inside)
+    else:
+        tl.store(scales + column_tile * stride + token * step, scale, mask=inside)
 
 
 @triton.jit
@@ -83,8 +89,8 @@ def _store_columns(
 @triton.jit
 def quantize_tile(
     x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
-    row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, EPSILON: tl.constexpr,
-    LARGEST: tl.constexpr, TILE: tl.constexpr,
+    row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,
+    EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per 128x128 tile of x [tokens, width], or of its rows spread to groups."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -97,7 +103,8 @@ def quantize_tile(
     values = tl.load(x + source[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         _store_rows(
-            values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE
+            values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE,
+            PACKED,
         )  # fmt: skip
     if COLUMNS:
         _store_columns(
@@ -150,13 +157,18 @@ def _round_up(count: int, multiple: int) -> int:
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
     """Write Q_1x128(x) of contiguous x `[T, K]` in BF16, FP16 or float32, K a multiple of 128, into contiguous E4M3 `data` `[T, K]` and
-    float32 `scale` `[T, K/128]` of any strides. Raise ValueError for other shapes or dtypes."""
+    float32 `scale` `[T, K/128]` of any strides, or int32 `[T, K/512 rounded up]` in the layout of `precision.ue8m0`. Raise ValueError for
+    other shapes or dtypes."""
     tokens, width = x.shape
-    fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
-    if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+    packed = scale.dtype == torch.int32 and scale_format == "pow2" and scale.stride(0) == 1
+    groups = -(-width // (GROUPS_PER_WORD * BLOCK)) if packed else width // BLOCK
+    fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, groups) and (packed or scale.dtype == torch.float32)
+    if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not match"
         )
+    if packed and width % (GROUPS_PER_WORD * BLOCK):
+        scale.zero_()
     _launch(x, scale_format, (data, scale), None, None)
 
 
@@ -172,8 +184,11 @@ def _launch(
     tables = (groups.sources, *groups.tiles) if groups is not None else (unused[1],) * 3
     if not tokens:
         return
+    stride, step, packed = row_scale.stride(-1), row_scale.stride(0), row_scale.dtype == torch.int32
+    if packed:
+        row_scale, stride, step = row_scale.t().view(torch.uint8), stride * GROUPS_PER_WORD, step * GROUPS_PER_WORD
     quantize_tile[(blocks, width // BLOCK)](
-        x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, row_scale.stride(-1),
-        row_scale.stride(0), POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None,
+        x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, stride, step,
+        POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None, PACKED=packed,
         EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
     )  # fmt: skip

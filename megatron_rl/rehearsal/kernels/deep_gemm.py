@@ -1,4 +1,4 @@
-"""DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` for sm_90."""
+"""DeepGEMM's matrix products as shape functions, with the checks of `csrc/apis/gemm.hpp` and `csrc/utils/layout.hpp` (sm_90, sm_100)."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.rehearsal.hopper import PROPERTIES
 from megatron_rl.rehearsal.kernels.match import Call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -66,6 +67,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     call.check_all(locals(), "d [G M N] float32; grouped_layout [G] int32; c [* * *] float32")
     assert c is not None
     m, n, total = call.sizes["M"], call.sizes["N"], sum(ks)
+    call.require(PROPERTIES.major == 9, "it is for sm_90 only")
     call.require(tuple(recipe) == (1, 1, 128) and not any(k % 128 for k in ks), f"groups {list(ks)}, recipe {recipe}")
     numbers = a[0].numel(), b[0].numel()
     call.require(numbers == (total * m, total * n), f"{numbers} numbers for {total} tokens")
@@ -73,9 +75,19 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
 
 def _check_scales(call: Call, scale: torch.Tensor, mn: int, k: int, gran_mn: int, gran_k: int, groups: int | None = None) -> None:
-    wanted = [*([groups] if groups is not None else []), -(-mn // gran_mn), -(-k // gran_k)]
+    lead = [groups] if groups is not None else []
+    if PROPERTIES.major != 9:  # packed scales of each row, or FP32 scales, which DeepGEMM packs into another tensor
+        shape, rows = [*lead, mn, -(-k // (4 * gran_k))], -(-mn // 4) * 4
+        if scale.dtype == torch.int32:
+            strides = scale.stride(-1) == rows or shape[-1] == 1, scale.stride(-2) == 1 or mn == 1
+            call.require(list(scale.shape) == shape and all(strides), f"packed scales are {list(scale.shape)} {list(scale.stride())}")
+            return
+        torch.empty(*lead, shape[-1], rows, dtype=torch.int32, device=scale.device)
+    wanted = [*lead, -(-mn // gran_mn), -(-k // gran_k)]
     fits = scale.device.type == "cuda" and scale.dtype == torch.float32 and list(scale.shape) == wanted
     call.require(fits, f"scales are {list(scale.shape)} {scale.dtype} on {scale.device}, must be float32 {wanted}")
+    if PROPERTIES.major != 9:
+        return
     if gran_mn == 1:
         aligned = -(-mn // 4) * 4
         if not ((scale.stride(-2) == 1 or mn == 1) and (scale.stride(-1) == aligned or scale.shape[-1] == 1)):

@@ -70,7 +70,9 @@ def _quantize_tile(call: Call, given: Given) -> None:
     call.check_all(given, "x [T K] float")
     outputs = []
     if given["ROWS"]:
-        call.check_all(given, f"row_data [T K] uint8; row_scale [T {-(-call.sizes['K'] // 128)}] float32 (* *)")
+        groups = -(-call.sizes["K"] // 128)
+        scales = f"[{-(-groups // 4)} {4 * call.sizes['T']}] uint8 (* 1)" if given["PACKED"] else f"[T {groups}] float32 (* *)"
+        call.check_all(given, f"row_data [T K] uint8; row_scale {scales}")
         outputs += [given["row_data"], given["row_scale"]]
     if given["COLUMNS"]:
         outputs += [given["column_data"], given["column_scale"]]

@@ -462,7 +462,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
     "options, line, best",
     [
         (["--nodes", "0"], "--nodes = 0: must be a positive number", False),
-        (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20", False),
+        (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20, b200, gb200, b300", False),
         (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, ", False),
         (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: plus data.max_prompt_tokens (1024) exceeds", False),
         (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),

@@ -422,6 +422,7 @@ def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: mistake.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: mistake.gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
 
 def refused(command: str, mistake: Mistake) -> str:

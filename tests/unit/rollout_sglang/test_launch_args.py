@@ -13,8 +13,8 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import memory_saver
-from rollout_sglang import launch_args, server_options
-from rollout_sglang.hooks import gated_delta, gpu_activation_quant
+from rollout_sglang import SGLangLauncher, launch_args, server_options
+from rollout_sglang.hooks import blackwell, gated_delta, gpu_activation_quant
 from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
 from rollout_sglang.platform.activate import NAME, activate
 from rollout_sglang.server_options import EXCEPTIONS, GROUPS, SET_BY, check, make_arguments, read_arguments
@@ -26,6 +26,7 @@ PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 def start(monkeypatch):
     """Return a function that starts an engine's process on a GPU and returns its arguments and environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.delenv(PRECOMPILE, raising=False)
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
@@ -50,6 +51,25 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
+@pytest.mark.parametrize("mode", ["fp8_unified", "int8_rollout", "bf16"])
+def test_blackwell_does_not_get_sglangs_defaults(start, monkeypatch, mode):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    options = dict(pairwise(start(mode)[0]))
+    assert options.items() >= {f"--{name}": value for name, value in blackwell.SERVER_OPTIONS.items()}.items()
+    assert dict(pairwise(start(mode, kv="e4m3_per_layer")[0]))["--attention-backend"] == "flashinfer"
+
+
+@pytest.mark.parametrize("argument, value", [(name, value) for name, refused in blackwell.REFUSED.items() for value in refused])
+def test_refused_kernels_on_blackwell_are_named_with_the_reason(monkeypatch, argument, value):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    config = Config.model_validate({"model": {"path": Path("m")}, "rollout": {"sglang": {argument: value}}})
+    with pytest.raises(UserError) as caught:
+        SGLangLauncher().check(config)
+    rule = f"{blackwell.REFUSED[argument][value]} (on Blackwell)"
+    assert str(caught.value) == f"rollout.sglang.{argument} = {value!r}: {rule}; leave it out"
+
+
 def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_prefix_cache_is_on_by_default(start):
     arguments, environment = start(kv="e4m3_per_layer")
     assert environment["MEGATRON_RL_KV"] == "e4m3_per_layer"
@@ -59,6 +79,7 @@ def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_pref
     assert dict(pairwise(start(seed=7)[0]))["--random-seed"] == "7"
     arguments, _ = start()
     assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
+    assert not {"--fp8-gemm-backend", "--moe-runner-backend"} & set(arguments)
     arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 

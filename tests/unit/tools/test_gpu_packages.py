@@ -5,7 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 
-import hopper_kernels
+import compile_kernels
 import pytest
 from support.processes import ROOT
 
@@ -16,7 +16,7 @@ def test_a_kernel_is_found_whatever_it_and_its_file_are_called(tmp_path):
     (tmp_path / "parallel" / "ops").mkdir(parents=True)
     source = "@triton.jit\ndef part(x): ...\nif True:\n    @triton.jit(debug=1)\n    def _launched(x): part(x)\n"
     (tmp_path / "parallel" / "ops" / "sums.py").write_text(source)
-    assert hopper_kernels.find_kernels(tmp_path) == {"_launched"}
+    assert compile_kernels.find_kernels(tmp_path) == {"_launched"}
 
 
 @pytest.mark.skipif(any(distributions(name="triton")), reason="the GPU packages are installed")

@@ -2,7 +2,7 @@
 
 from unittest.mock import patch
 
-import hopper_kernels
+import compile_kernels
 import torch
 from support.delta_rule import advance_in_cuts, choose_heads, draw_layer
 from support.kernel_tests import call_with_triton, in_interpreter, needs_triton, random
@@ -63,7 +63,7 @@ def count_specializations():
     from triton.runtime.jit import JITFunction
 
     with patch.object(JITFunction, "__getitem__", JITFunction.__getitem__):
-        compiled = hopper_kernels.intercept_launches()
+        compiled = compile_kernels.intercept_launches(90)
         from megatron_rl.kernels.gated_delta import triton as kernels
 
         heads = DeltaHeads(1, 2, 16, 16)

@@ -12,7 +12,7 @@ from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.linear import requirements
-from megatron_rl.preflight import Facts, Needs, check
+from megatron_rl.preflight import Facts, Needs, check, find_mistakes
 from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
@@ -65,11 +65,50 @@ def test_everything_that_is_missing_is_named(monkeypatch):
 def test_another_gpu_or_an_older_cuda_is_refused(hopper, monkeypatch, backend):
     monkeypatch.setattr(torch.version, "cuda", "12.4")
     assert "torch is built for CUDA 12.4" in refused(backend)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    assert "NVIDIA B200 is not a Hopper GPU" in refused(backend)
+    for capability, name in (((8, 0), "NVIDIA A100"), ((12, 0), "NVIDIA RTX PRO 6000 Blackwell")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert f"{name} is neither a Hopper nor a Blackwell GPU" in refused(backend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no GPU" in refused(backend)
+
+
+def facts_on(capability: tuple[int, int], family: str = "", **precision: str) -> Facts:
+    sections = {"model": {"path": Path("m")}, "precision": precision}
+    return Facts(Config.model_validate(sections), PUBLISHED[family] if family else {}, node_gpus=8, capability=capability)
+
+
+@pytest.mark.parametrize("backend", requirements.BACKENDS)
+@pytest.mark.parametrize("mode", ["fp8_unified", "fp8_rollout"])
+def test_blackwell_needs_scales_that_are_powers_of_two(mode, backend):
+    def find(capability: tuple[int, int], scale_format: str, mode: str = mode) -> list[str]:
+        facts = facts_on(capability, mode=mode, backend=backend, scale_format=scale_format)
+        return [str(mistake) for _, mistake in find_mistakes(facts, Needs.ENGINE)]
+
+    rule = "is not supported on Blackwell, whose tensor cores apply only the exponent of a block's scale"
+    for capability in ((10, 0), (10, 3)):
+        assert f"precision.scale_format = 'fp32': {rule}; use pow2" in find(capability, "fp32")
+        assert not find(capability, "pow2") and not find(capability, "pow2", "int8_rollout")
+    assert not find((9, 0), "fp32")
+
+
+@pytest.mark.parametrize("backend", requirements.BACKENDS)
+def test_experts_train_in_fp8_on_hopper_only(backend):
+    def find(capability: tuple[int, int], family: str = "Qwen3-30B-A3B", mode: str = "fp8_unified") -> list[str]:
+        found = find_mistakes(facts_on(capability, family, mode=mode, backend=backend), Needs.ENGINE)
+        return [str(mistake) for _, mistake in found if "Blackwell" in str(mistake)]
+
+    assert not find((9, 0)) and not find((10, 0), "Qwen3-8B") and not find((10, 0), mode="fp8_rollout")
+    refused = [
+        line for line in find((10, 0)) if "cannot train experts in FP8 on Blackwell: DeepGEMM's k_grouped_fp8_gemm_nt_contiguous" in line
+    ]
+    assert len(refused) == (backend != "emulated")
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_a_whole_blackwell_machine_can_run_them(hopper, monkeypatch, backend):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    check_machine(backend=backend)
 
 
 @pytest.mark.parametrize("package, version, backend", [

@@ -10,6 +10,7 @@ from support.kernel_tests import call_with_triton, compile_for_hopper, in_interp
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128
+from megatron_rl.precision.ue8m0 import pack_scales
 
 
 @in_interpreter
@@ -24,6 +25,14 @@ def test_bytes_and_scales_are_the_references():
         for layout in engine_layouts(x):
             quantize_into(x, *layout, scale_format)
             assert same_bits(layout, quantize_1x128(x, scale_format))
+    for tokens, width in ((130, 1024), (1, 128), (3, 640)):
+        x, words = uneven(tokens, width, torch.bfloat16), -(-width // 512)
+        packed = x.new_full((words, -(-tokens // 4) * 4), -1, dtype=torch.int32).t()[:tokens]
+        data, (wanted, scale) = torch.empty_like(x, dtype=torch.float8_e4m3fn), quantize_1x128(x, "pow2")
+        quantize_into(x, data, packed, "pow2")
+        assert same_bits((data, packed), (wanted, pack_scales(scale, tokens)))
+        with pytest.raises(ValueError, match="do not match"):
+            quantize_into(x, data, packed, "fp32")
     for scale_format in formats:
         check_kernel(torch.zeros(130, 128), scale_format)
         check_kernel(uneven(384, 128, torch.bfloat16), scale_format, groups=[0, 256, 128])
@@ -38,7 +47,7 @@ def compile_variants() -> list[str]:
     types |= {"row_scale": "*fp32", "column_scale": "*fp32"}
     compiled = []
     for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
-        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, PACKED=False, EPSILON=1e-10, LARGEST=448.0, TILE=128)
         compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
     return compiled
 

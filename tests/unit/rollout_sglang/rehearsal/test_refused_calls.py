@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_rl.rehearsal import collectives, fake_cuda, kernels
+from megatron_rl.rehearsal import collectives, fake_cuda, hopper, kernels
 from megatron_rl.rehearsal.device import FakeGpu
-from megatron_rl.rehearsal.kernels import RefusedKernelError
+from megatron_rl.rehearsal.kernels import RefusedKernelError, deep_gemm
 from megatron_rl.rehearsal.kernels.match import Call
 from megatron_rl.rehearsal.recorder import Recorder
 from parallel.chunking import Chunk
@@ -47,6 +47,31 @@ def test_the_router_of_few_tokens(gpu, rows, dtype, split, told):
         return
     with pytest.raises(RefusedKernelError, match="tiny_n_gemm") as refused:
         run(*tensors)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(("major", "a_scale", "told"), [
+    (9, "fp32", ""),
+    (10, "fp32", ""),
+    (10, "packed", ""),
+    (9, "packed", "scales are [6, 2] torch.int32"),
+    (10, "rows", "packed scales are [6, 2] [2, 1]"),
+])  # fmt: skip
+def test_deep_gemm_takes_packed_scales_on_blackwell_only(gpu, monkeypatch, major, a_scale, told):
+    monkeypatch.setattr(hopper.PROPERTIES, "major", major)
+    a, b, d = gpu.make((6, 640), torch.float8_e4m3fn), gpu.make((256, 640), torch.float8_e4m3fn), gpu.make((6, 256), BF16)
+    by_rows = [
+        torch.empty_strided((6, words), (1, 8), dtype=dtype, device="cuda") for words, dtype in ((2, torch.int32), (5, torch.float32))
+    ]
+    packed = by_rows[0], torch.empty_strided((256, 2), (1, 256), dtype=torch.int32, device="cuda")
+    plain = by_rows[1], gpu.make((2, 5), torch.float32)
+    scales = {"packed": packed, "fp32": plain, "rows": (gpu.make((6, 2), torch.int32), packed[1])}[a_scale]
+    if not told:
+        deep_gemm.fp8_gemm_nt((a, scales[0]), (b, scales[1]), d)
+        assert gpu.recorder.phase.flops["fp8"] == 2 * 6 * 256 * 640
+        return
+    with pytest.raises(RefusedKernelError, match="fp8_gemm_nt") as refused:
+        deep_gemm.fp8_gemm_nt((a, scales[0]), (b, scales[1]), d)
     assert told in str(refused.value)
 
 
