@@ -15,9 +15,13 @@ class SGLangLauncher:
     """See `EngineLauncher`. Imports inside methods, because SGLang imports this package before its stub modules are in place."""
 
     def check(self, config: Config) -> None:
-        from rollout_sglang.server_options import check, check_tool_parser
+        from rollout_sglang.server_options import ATTENTION, check, check_tool_parser, check_triton_attention
 
-        check(config.rollout.sglang)
+        options = dict(config.rollout.sglang)
+        if options.get(ATTENTION) == "triton":
+            check_triton_attention(config)
+            del options[ATTENTION]
+        check(options)
         if config.agent is not None and config.agent.tool_parser:
             check_tool_parser(config.agent.tool_parser)
 
