@@ -16,10 +16,15 @@ class SGLangLauncher:
 
     def check(self, config: Config) -> None:
         from rollout_sglang.hooks import blackwell
-        from rollout_sglang.server_options import check, check_tool_parser
+        from rollout_sglang.server_options import ATTENTION, check, check_tool_parser, check_triton_attention
 
-        blackwell.check_options(config.rollout.sglang)
-        check(config.rollout.sglang)
+        options = dict(config.rollout.sglang)
+        blackwell.check_options(options)
+        default = blackwell.ATTENTION if blackwell.is_blackwell() else ""
+        if options.get(ATTENTION, default) == "triton":
+            check_triton_attention(config)
+            options.pop(ATTENTION, None)
+        check(options)
         if config.agent is not None and config.agent.tool_parser:
             check_tool_parser(config.agent.tool_parser)
 

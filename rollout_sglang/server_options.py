@@ -10,9 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.precision.contract import PrecisionContract
 
 FIELD = "rollout.sglang"
+ATTENTION = "attention_backend"
 _ALLOWED = ""
 _OTHER_KERNELS = "computes with a different kernel than the precision graph says"
 _OTHER_WEIGHTS = "serves weights that no sync fills and proves"
@@ -114,6 +117,24 @@ def check(options: Mapping[str, Any]) -> None:
         wanted = [kind for kind in _TYPES if kind in types]
         if wanted and not any(isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool) for kind in wanted):
             raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
+
+
+def check_triton_attention(config: Config) -> None:
+    """Raise UserError unless engines may attend by SGLang's Triton kernels, which decode in an order of sums that depends on the number of
+    keys: on a GPU, if the run does not ask for one order."""
+    import torch
+
+    contract = PrecisionContract.from_config(config.precision)
+    if not torch.cuda.is_available():
+        rule, fix = "needs a GPU, because engines attend by torch_native on a CPU", "leave it out"
+    elif contract.scales_kv_by_layer:
+        rule, fix = f"rounds queries and probabilities with precision.kv = {contract.kv!r}", "leave it out, or set precision.kv = 'high'"
+    elif contract.sums_by_tree and contract.trainer_format == contract.engine_format:
+        rule = "adds up in an order of its own, but precision.reduction = 'tree' asks for the trainer's"
+        fix = "set precision.reduction = 'fast'"
+    else:
+        return
+    raise UserError(f"{FIELD}.{ATTENTION}", "triton", rule, fix)
 
 
 def check_tool_parser(name: str) -> None:

@@ -5,8 +5,9 @@
 #   bash tools/gpu_check.sh --list                         # the parts and their limits
 #   bash tools/gpu_check.sh kernels speed-sync             # these parts
 #   bash tools/gpu_check.sh kernels -- -k backends         # pass the options after -- to pytest
-#   PYTHON=python3 OUT=DIR bash tools/gpu_check.sh         # use another interpreter than that of .venv-gpu or .venv, and another folder than benchmarks/
-# Writes OUT/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels are kept in
+#   bash tools/gpu_check.sh --results=DIR                  # write into another folder than benchmarks/
+#   PYTHON=python3 bash tools/gpu_check.sh                 # use another interpreter than that of .venv-gpu or .venv
+# Writes benchmarks/<gpu>-<date>/<part>.xml (JUnit: every check) and .json (pytest-benchmark: every figure). Compiled kernels are kept in
 # $SGLANG_CACHE_DIR (default: ~/.cache/megatron-rl-kernels).
 # Exit code 0: all parts passed; 1: a part failed; 2: no GPU or a wrong option; 124: out of time, name the remaining parts in another call.
 set -euo pipefail

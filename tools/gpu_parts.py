@@ -144,6 +144,7 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure the GPU tier in parts.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--quick", action="store_true", help="only parts that need no engine, in 5 minutes")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks"), metavar="DIR", help="folder for results; default: benchmarks")
     parser.add_argument("--list", action="store_true", help="print the parts without running them")
     options = list(arguments)
     own, for_pytest = (options[: options.index("--")], options[options.index("--") + 1 :]) if "--" in options else (options, [])
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str], gpu: str, run: Run = run_command) -> int:
             print(f"{part.name:16} {part.seconds:4} s  {' '.join(part.tests)}")
         return 0
     put_programs_on_path()
-    folder = find_unused_folder(Path(os.environ.get("OUT", "benchmarks")), gpu, date.today().isoformat())
+    folder = find_unused_folder(given.results, gpu, date.today().isoformat())
     budget = QUICK_BUDGET if given.quick else BUDGET
     return check(parts, folder, budget, fill_environment(caches, os.environ), for_pytest, run)
 

@@ -17,10 +17,11 @@ from typing import NamedTuple
 from packaging.utils import canonicalize_name
 
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.attention import requirements as attention
 from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
-from megatron_rl.rollout import memory_saver
+from megatron_rl.rollout import engine_packages, memory_saver
+from megatron_rl.rollout.engine_packages import INSTALL
 
-INSTALL = "bash launch/install_gpu.sh"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 ENGINE_PINS = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 LOAD_STATEMENT = "import torch, transformer_engine.pytorch"
@@ -45,15 +46,21 @@ class Machine(NamedTuple):
     engine_pins: Mapping[str, str] = {}  # versions that SGLang requires
     nvcc: str | None = None  # release of the compiler
     ninja: str | None = None  # path of the program
+    engine_lacks: Sequence[str] = ()  # packages without which SGLang does not start
+    flash_attention_3: bool = True  # whether the engine has its default attention on Hopper
+    attention_problem: str = ""  # why torch cannot compute the trainer's attention
 
 
 def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     """Return the problems of this machine. `cuda`: CUDA version of torch, or None for a CPU build, which most checks skip."""
     nvcc = read_nvcc_release(find_nvcc()) if cuda else None
     machine = Machine(list_distributions(), cuda, driver, os.environ, read_engine_pins(), nvcc, shutil.which("ninja"))
+    if cuda is not None:
+        lacks, fa3 = engine_packages.find_missing_packages(), engine_packages.has_flash_attention_3()
+        machine = machine._replace(engine_lacks=lacks, flash_attention_3=fa3, attention_problem=attention.find_attention_problem())
     checks = [check_scale_variable, check_transformer_engine_packages]
     if cuda is not None:
-        checks += [check_cuda, check_engine_packages, check_compilers, check_memory_saver, check_transformer_engine_import]
+        checks += [check_cuda, check_engine_packages, check_attention, check_compilers, check_memory_saver, check_transformer_engine_import]
     return [pitfall for check in checks for pitfall in check(machine)]
 
 
@@ -150,6 +157,17 @@ def check_engine_packages(machine: Machine) -> Iterator[Pitfall]:
     if {"sgl-deep-gemm", "deep-gemm"} <= set(versions):
         found = "sgl-deep-gemm and deep-gemm are both installed and have the same import name"
         yield Pitfall("DeepGEMM", found, "pip uninstall both, then install one of them")
+
+
+def check_attention(machine: Machine) -> Iterator[Pitfall]:
+    """Check what the trainer and the engine attend with. Without them, runs would fail at the first forward pass or request."""
+    if machine.attention_problem:
+        yield Pitfall("trainer's attention", machine.attention_problem, attention.INSTALL_HINT)
+    for package in machine.engine_lacks:
+        yield Pitfall(package, "not installed, so SGLang does not start", INSTALL)
+    if not machine.flash_attention_3 and not machine.engine_lacks:
+        found = "sglang-kernel has no FlashAttention 3 (flash_ops), which SGLang uses on Hopper GPUs"
+        yield Pitfall("engine's attention", found, f"{INSTALL}, or {engine_packages.ATTENTION} = triton with precision.reduction = fast")
 
 
 def check_compilers(machine: Machine) -> Iterator[Pitfall]:

@@ -53,7 +53,7 @@ class TrainConfig(ConfigSection):
     overlap_param_gather: bool = True
     """Whether updated weights are gathered bucket by bucket during the next forward pass."""
     two_batch_overlap: Literal["off", "logprobs", "all"] = "off"
-    """Whether two micro-batches alternate, so that one computes while the other waits for tensor- or expert-parallel communication.
+    """Whether two micro-batches alternate, so that one computes while the other waits for communication between its ranks (tp, cp, ep).
     `logprobs`: only in log-prob passes. `all`: also in optimizer steps, which then keep the activations of both micro-batches and cannot
     recompute activations. Results do not change."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -104,7 +104,7 @@ class TrainConfig(ConfigSection):
             quantized: whether linear layers are quantized. Other linear layers are Megatron's, which wait for tensor-parallel ranks.
             trains: whether the pass computes gradients.
         """
-        exchanges = layout.ep > 1 or (quantized and layout.tp > 1 and self.layout.sequence_parallel)
+        exchanges = layout.ep > 1 or layout.cp > 1 or (quantized and layout.tp > 1 and self.layout.sequence_parallel)
         wanted = self.two_batch_overlap == "all" and self.recompute == "none" if trains else self.two_batch_overlap != "off"
         return 2 if exchanges and wanted else 1
 

@@ -122,20 +122,21 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
     directions = {1: 1, 3: 2, 4: 3}[products]
     sent = 2 * directions * count_bytes_sent(layout.tp, job.high_bytes, False, by_tree=False)
     sent += 2 * forwards * _tree_bytes(job, layout.tp)
-    exchange = tokens * model.hidden * sent / _bandwidth(layout.tp, cluster)
+    of_tokens, exchange = tokens * model.hidden * sent / _bandwidth(layout.tp, cluster), 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = tokens * model.hidden * job.high_bytes / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
         # without a gradient, quantized data and scales are sent to the experts
         saved = 1 - (1 + 4 / BLOCK) / job.high_bytes if fp8 and not job.contract.sums_by_tree and products != 3 else 0
         exchange += (2 * directions - saved) * rows / _bandwidth(layout.ep * layout.etp, cluster)
-    context_exchange = 0.0
     if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.passes.context_parallel does
         moved = sum(kind.moved_heads for kind in model.attention) / model.layers
         width = moved / layout.tp * (layout.cp - 1) / layout.cp
-        context_exchange = directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
-    if candidate.at_once(job, trains=products > 1) > 1:  # another micro-batch computes during the exchange
-        return max(compute, exchange) + context_exchange, output_layer
-    return compute + exchange + context_exchange, output_layer
+        exchange += directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
+    if candidate.at_once(job, trains=products > 1) == 1:
+        return compute + of_tokens + exchange, output_layer
+    if job.contract.trainer_format.quantized:  # another micro-batch computes during the exchange
+        return max(compute, of_tokens + exchange), output_layer
+    return max(compute, exchange) + of_tokens, output_layer  # Megatron's linear layers wait for tensor-parallel ranks
 
 
 def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> float:

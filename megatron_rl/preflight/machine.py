@@ -4,9 +4,10 @@ import os
 
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.attention import requirements as attention
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
-from megatron_rl.rollout import memory_saver
+from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, find_meeting_host, get_base_gpu_id, list_launchers, place_engine
 
@@ -29,6 +30,14 @@ def scales_and_experts_suit_blackwell(facts: Facts) -> None:
         if format.quantized and (problem := requirements.find_blackwell_problem(contract.backend, format, trains)):
             field, rule, fix = problem
             raise UserError(f"precision.{field}", getattr(facts.config.precision, field), rule, fix)
+
+
+@rule(Needs.TRAINER | Needs.NODE | Needs.MACHINE)
+def attention_runs_here(facts: Facts) -> None:
+    """FP32 attention is not torch's `varlen_attn`."""
+    high = facts.config.precision.high
+    if facts.node_gpus and high == "bf16" and (problem := attention.find_attention_problem()):
+        raise UserError("precision.high", high, f"cannot attend on a GPU: {problem}", attention.INSTALL_HINT)
 
 
 @rule(Needs.TRAINER | Needs.MACHINE)
@@ -108,3 +117,12 @@ def engine_can_release_its_memory(facts: Facts) -> None:
         import torch
 
         memory_saver.check(os.environ, torch.version.cuda)
+
+
+@rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
+def engine_has_its_packages(facts: Facts) -> None:
+    rollout = facts.config.rollout
+    if facts.node_gpus and rollout.engine == "sglang":
+        import torch
+
+        engine_packages.check(rollout.sglang, facts.contract.scales_kv_by_layer, torch.cuda.get_device_capability()[0])

@@ -17,7 +17,8 @@ from megatron_rl.kernels.linear.requirements import is_blackwell
 from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
-SERVER_OPTIONS = {"fp8-gemm-backend": "deep_gemm", "moe-runner-backend": "triton", "attention-backend": "triton"}
+ATTENTION = "triton"
+SERVER_OPTIONS = {"fp8-gemm-backend": "deep_gemm", "moe-runner-backend": "triton", "attention-backend": ATTENTION}
 """SGLang's arguments on Blackwell, where its defaults are refused (`REFUSED`)."""
 _SHUFFLES = "shuffles the weights of experts, which a sync does not, and quantizes activations by its own formula"
 _PAGES = "sets pages of {} tokens, with which the hooks on scheduling and the proof of live tokens have not been tested"

@@ -2,8 +2,12 @@
 SGLang only logs a hook that cannot be applied; `verify` raises, so that an engine never serves with missing hooks. SGLang loads the plug-in
 in each of its processes in this Python environment, also in those that this project did not start. These stay as they are."""
 
+import importlib
 import importlib.metadata
+import logging
 import os
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -171,14 +175,53 @@ def register() -> None:
 
 
 def verify() -> None:
-    """Make this process and its child processes an engine's, and load SGLang's plug-ins. Raise RuntimeError, by name, for hooks that were
-    not applied."""
+    """Make this process and its child processes an engine's, and load SGLang's plug-ins. Raise RuntimeError for hooks that were not
+    applied, with their names and the errors that SGLang only logs."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     check_version()
     os.environ[_ENGINE_VARIABLE] = "1"
-    load_plugins()
+    errors = _ErrorCollector()
+    plugins = logging.getLogger("sglang.srt.plugins")
+    plugins.addHandler(errors)
+    try:
+        load_plugins()
+    finally:
+        plugins.removeHandler(errors)
     missing = [target for target, _, _ in _list_hooks() if target not in HookRegistry._patched]
     if missing:
-        raise RuntimeError(f"SGLang did not apply the hooks on {', '.join(missing)}")
+        found = [error for target in missing if (error := find_import_error(target))] or errors.found
+        raise RuntimeError(explain_missing(missing, found)) from next(iter(found), None)
+
+
+class _ErrorCollector(logging.Handler):
+    """Keeps the exceptions that SGLang logs while it loads plug-ins."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.found.append(record.exc_info[1])
+
+
+def find_import_error(target: str) -> BaseException | None:
+    """Import the modules of a hook's target `module.class.function`. Return the error of the first that cannot be imported, which SGLang
+    reports as a missing attribute, or None if there is no such module."""
+    names = target.split(".")
+    for module in (".".join(names[:end]) for end in range(1, len(names))):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            parent = sys.modules.get(module.rpartition(".")[0])
+            is_class = isinstance(error, ModuleNotFoundError) and error.name == module and parent and not hasattr(parent, "__path__")
+            return None if is_class else error
+    return None
+
+
+def explain_missing(hooks: Iterable[str], errors: Iterable[BaseException]) -> str:
+    """Return the message about hooks that were not applied, with each distinct error once."""
+    reasons = dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors)
+    return f"SGLang did not apply the hooks on {', '.join(hooks)}" + (f", because of {'; '.join(reasons)}" if reasons else "")

@@ -22,12 +22,17 @@ CASES = [
     (Layout(dp=2, ep=2), "qwen3_moe", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=1), "deepseek_v3", FP8),
     (Layout(tp=2), "qwen3_5_text", FP8),
+    (Layout(cp=2), "qwen3", BF16),
+    (Layout(cp=2), "qwen3_5_text", FP8),
 ]
 LONG = [
     (Layout(tp=2, dp=2, ep=4, etp=1), "qwen3_moe", FAST),
     (Layout(dp=2, ep=2), "glm4_moe", BF16),
     (Layout(pp=2, vpp=2, tp=2), "qwen3", FP8),
     (Layout(tp=2, cp=2), "qwen3", FP8),
+    (Layout(cp=2, dp=2), "qwen3", FP8),
+    (Layout(cp=2, pp=2), "deepseek_v3", FP8),
+    (Layout(tp=2, cp=2, ep=2, etp=1), "qwen3_moe", BF16),
     (Layout(tp=2), "glm4", FP8),
     (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8),
     (Layout(tp=2, ep=2, etp=1), "qwen3_next", FP8),

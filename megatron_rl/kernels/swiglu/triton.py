@@ -77,19 +77,21 @@ TILE_LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _load_halves(gate_up, token, column, tokens, width):
-    """Return gate and up, float32, and the mask of existing tokens."""
-    inside = (token < tokens)[:, None]
-    source = gate_up + token[:, None] * 2 * width + column[None, :]
+def _load_halves(gate_up, first, column, tokens, width, TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Return gate and up [TOKENS, TILE], float32, from token `first` and column `column` on, and the mask of existing tokens."""
+    token = tl.arange(0, TOKENS)
+    inside = (token < tokens - first)[:, None]
+    source = gate_up + (first * 2 * width + column) + (token[:, None] * 2 * width + tl.arange(0, TILE)[None, :])  # offsets fit in 32 bits
     gate, up = tl.load(source, mask=inside, other=0.0), tl.load(source + width, mask=inside, other=0.0)
     return gate.to(tl.float32), up.to(tl.float32), inside
 
 
 @triton.jit
-def _load_gradients(gate_up, gradient, token, column, tokens, width):
-    """Return the rounded gradients of gate and up."""
-    gate, up, inside = _load_halves(gate_up, token, column, tokens, width)
-    dy = tl.load(gradient + token[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+def _load_gradients(gate_up, gradient, first, column, tokens, width, TOKENS: tl.constexpr, TILE: tl.constexpr):
+    """Return the rounded gradients of gate and up [TOKENS, TILE]."""
+    gate, up, inside = _load_halves(gate_up, first, column, tokens, width, TOKENS, TILE)
+    source = gradient + (first * width + column) + (tl.arange(0, TOKENS)[:, None] * width + tl.arange(0, TILE)[None, :])
+    dy = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     of_gate, of_up = _differentiate(gate, up, dy)
     return of_gate.to(gate_up.dtype.element_ty), of_up.to(gate_up.dtype.element_ty)
 
@@ -110,16 +112,15 @@ def quantize_swiglu_tile(
     gradient of gate_up [tokens, 2 width]."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
-    column = column_tile * TILE + tl.arange(0, TILE)
+    first, column = token_tile * TILE, column_tile * TILE
     halves: tl.constexpr = 2 if BACKWARD else 1
     if BACKWARD:  # in two steps, since both halves would not fit in registers
         HALF: tl.constexpr = TILE // 2
-        first = token_tile * TILE + tl.arange(0, HALF)
-        a, b = _load_gradients(gate_up, gradient, first, column, tokens, width)
-        c, d = _load_gradients(gate_up, gradient, first + HALF, column, tokens, width)
+        a, b = _load_gradients(gate_up, gradient, first, column, tokens, width, HALF, TILE)
+        c, d = _load_gradients(gate_up, gradient, first + HALF, column, tokens, width, HALF, TILE)
         result, second = _stack(a, c), _stack(b, d)
     else:
-        gate, up, _ = _load_halves(gate_up, token, column, tokens, width)
+        gate, up, _ = _load_halves(gate_up, first, column, tokens, width, TILE, TILE)
         result = _multiply(gate, up).to(gate_up.dtype.element_ty)
     for half in tl.static_range(halves):
         values, tile = (second if half else result).to(tl.float32), column_tile + half * (width // TILE)

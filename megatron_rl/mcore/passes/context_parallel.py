@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.batch.packing import context_parallel_positions
 from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.mcore.layers.linear.exchange import Pending, exchange, pend
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ class ContextShard:
         """Gather the parts [1, t / cp] of all ranks into the row [1, t], with gradient. All ranks must compute the same loss from it."""
         return part if self.size == 1 else _GatherRow.apply(part, self)
 
-    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange [t / cp, h, d] of this rank's positions for [t, h / cp, d] of this rank's heads, with gradient."""
-        return _Exchange.apply(x, self, True)
+    def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Exchange [t / cp, h, d] of this rank's positions for [t, h / cp, d] of this rank's heads, with gradient. The other micro-batch
+        has its turn meanwhile."""
+        rows = len(self.gathered_positions)
+        shapes = [(rows, x.shape[1] // self.size, *x.shape[2:]) for x in tensors]
+        return exchange(tensors, shapes, partial(_start_to_heads, shard=self), partial(_start_to_positions, shard=self))
 
     def to_positions(self, x: torch.Tensor) -> torch.Tensor:
         """Undo `to_heads`."""
-        return _Exchange.apply(x, self, False)
+        shape = (len(self.own_positions), x.shape[1] * self.size, *x.shape[2:])
+        (result,) = exchange([x], [shape], partial(_start_to_positions, shard=self), partial(_start_to_heads, shard=self))
+        return result
 
     def repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Repeat each head of keys or values [t, g, d] until cp divides the number of heads. Queries still find their head."""
@@ -84,32 +91,18 @@ class _GatherRow(torch.autograd.Function):
         return ctx.shard.select(gradient), None  # all ranks compute the same loss, so there is nothing to sum
 
 
-class _Exchange(torch.autograd.Function):
-    """Runs one of the two exchanges below, and the other one in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: ContextShard, to_heads: bool) -> torch.Tensor:
-        ctx.shard, ctx.to_heads = shard, to_heads
-        return _to_heads(x, shard) if to_heads else _to_positions(x, shard)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (_to_positions if ctx.to_heads else _to_heads)(gradient, ctx.shard), None, None
+def _start_to_heads(x: torch.Tensor, shard: ContextShard) -> Pending:
+    finish = _start_all_to_all(x.unflatten(1, (shard.size, -1)).transpose(0, 1), shard)
+    return lambda: finish().flatten(0, 1)[shard.restore_index]
 
 
-def _to_heads(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    heads_first = x.unflatten(1, (shard.size, -1)).transpose(0, 1)
-    return _all_to_all(heads_first, shard).flatten(0, 1)[shard.restore_index]
+def _start_to_positions(x: torch.Tensor, shard: ContextShard) -> Pending:
+    finish = _start_all_to_all(x[shard.gathered_positions].unflatten(0, (shard.size, -1)), shard)
+    return lambda: finish().transpose(0, 1).flatten(1, 2)
 
 
-def _to_positions(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    ranks_first = x[shard.gathered_positions].unflatten(0, (shard.size, -1))
-    return _all_to_all(ranks_first, shard).transpose(0, 1).flatten(1, 2)
-
-
-def _all_to_all(parts: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Exchange [cp, ...]: part r goes to rank r; part r of the result comes from rank r."""
+def _start_all_to_all(parts: torch.Tensor, shard: ContextShard) -> Pending:
+    """Start to exchange [cp, ...]: part r goes to rank r; part r of the result comes from rank r."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=shard.group)
-    return received
+    return pend(dist.all_to_all_single(received, sent, group=shard.group, async_op=True), received)

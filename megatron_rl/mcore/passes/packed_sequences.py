@@ -63,7 +63,7 @@ def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
     shard = row.shard
     if shard is None or shard.size == 1:
         return _attend(query, key, value, row, scale)
-    query, key, value = (shard.to_heads(x) for x in (query, shard.repeat_heads(key), shard.repeat_heads(value)))
+    query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
     return shard.to_positions(_attend(query, key, value, row, scale))
 
 

@@ -96,6 +96,8 @@ def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
     monkeypatch.setattr(doctor_gpu.memory_saver, "find_cuda_runtime", lambda cuda: Path("/site/libcudart.so.13"))
     monkeypatch.setattr(doctor_gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor_gpu, "list_distributions", gpu_pins)
+    monkeypatch.setattr(doctor_gpu.engine_packages, "PACKAGES", {})
+    monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: True)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
     assert doctor_gpu.find_pitfalls(None, None) == []
@@ -135,6 +137,12 @@ CASES = {
         (ENGINE, {"engine_pins": ENGINE_PINS}, ""),
         (ENGINE, {"engine_pins": {"flashinfer-python": "0.7.1"}}, "flashinfer-python: 0.7.2, and sglang 0.5.23 requires 0.7.1"),
         (DEEP_GEMM | {"deep-gemm": "2.6.1"}, {}, "DeepGEMM: sgl-deep-gemm and deep-gemm are both installed and have the same import name"),
+    ],
+    "attention": [
+        ({}, {}, ""),
+        ({}, {"attention_problem": "varlen_attn of torch 2.10.0 does not accept enable_gqa"}, "trainer's attention: varlen_attn of torch"),
+        ({}, {"engine_lacks": ["flashinfer-python"], "flash_attention_3": False}, "flashinfer-python: not installed, so SGLang does not"),
+        ({}, {"flash_attention_3": False}, "engine's attention: sglang-kernel has no FlashAttention 3 (flash_ops)"),
     ],
     "compilers": [
         ({"sglang": "0.5.23"}, {}, ""),

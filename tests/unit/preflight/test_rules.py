@@ -57,6 +57,8 @@ GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predic
 MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "head_dim": 64}
 SPARSE = ARCHITECTURES["glm_moe_dsa"] | {"head_dim": 64, "max_position_embeddings": 1024}
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
+KIND = "--placement.kind=disaggregated"  # needs no library that releases memory
+TRITON = "--rollout.sglang.attention_backend=triton"
 
 
 class Mistake(NamedTuple):
@@ -89,6 +91,22 @@ def keep_no_weights_offline(patch: pytest.MonkeyPatch) -> None:
     (cached / "refs" / "main").write_text(COMMIT)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def use_old_torch(patch: pytest.MonkeyPatch) -> None:
+    """Replace `varlen_attn` by one with the parameters of an older torch."""
+    patch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(): None)
+    patch.setattr("torch.__version__", "2.10.0")
+
+
+def use_hopper(patch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Report Hopper GPUs, and leave only these packages, which are empty."""
+    shutil.rmtree("site", ignore_errors=True)
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for package in packages:
+        (Path("site") / package).mkdir(parents=True)
+        (Path("site") / package / "__init__.py").touch()
+    patch.syspath_prepend("site")
 
 
 def with_value_head(folder: Path, labels: int) -> None:
@@ -335,6 +353,19 @@ MISTAKES = [
     refuse("PYTORCH_CUDA_ALLOC_CONF = 'expandable_segments:True': ",
            machine.engine_can_release_its_memory, "train eval", GLOO, gpus=1,
            scene=lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
+    refuse("precision.high = 'bf16': cannot attend on a GPU: varlen_attn of torch 2.10.0 does not accept scale, enable_gqa; install",
+           machine.attention_runs_here, "train", GLOO, gpus=1, scene=use_old_torch),
+    refuse("rollout.engine = 'sglang': does not start on a GPU without sglang-kernel and flashinfer-python (not installed); bash launch/",
+           machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2, scene=use_hopper),
+    refuse("rollout.engine = 'sglang': does not start on a GPU without flashinfer-python (not installed); bash launch/install_gpu.sh",
+           machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2, scene=lambda patch: use_hopper(patch, "sgl_kernel")),
+    refuse("rollout.sglang.attention_backend: is FlashAttention 3 by default on a Hopper GPU, and the installed sglang-kernel has",
+           machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2,
+           scene=lambda patch: use_hopper(patch, "sgl_kernel", "flashinfer")),
+    refuse("rollout.sglang.attention_backend = 'triton': adds up in an order of its own, but precision.reduction = 'tree' asks for the",
+           machine.engine_accepts_its_options, "train eval", GLOO, KIND, TRITON, gpus=2),
+    refuse("rollout.sglang.attention_backend = 'triton': needs a GPU, because engines attend by torch_native on a CPU; leave it out",
+           machine.engine_accepts_its_options, "train eval", TRITON, "--precision.reduction=fast"),
     refuse("environment.name = 'json:nothing': ",
            files.environment_can_be_loaded, "train eval", "--environment.name=json:nothing", "--environment.max_tokens=8"),
     refuse("agent.name = 'json:nothing': ",

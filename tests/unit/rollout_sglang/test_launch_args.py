@@ -84,6 +84,35 @@ def test_caches_in_e4m3_have_the_attention_that_rounds_nothing_else_and_the_pref
     assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"
 
 
+TRITON = {"sglang": {"attention_backend": "triton"}}
+
+
+@pytest.mark.parametrize(("precision", "line"), [
+    ({"mode": "fp8_unified", "reduction": "fast"}, ""),
+    ({"mode": "bf16", "reduction": "fast"}, ""),
+    ({"mode": "fp8_rollout"}, ""),  # the engine alone is quantized, so bits are not promised
+    ({"mode": "int8_rollout"}, ""),
+    ({"mode": "fp8_unified"}, "adds up in an order of its own, but precision.reduction = 'tree' asks for the trainer's; set"),
+    ({"mode": "bf16"}, "adds up in an order of its own, but precision.reduction = 'tree'"),
+    ({"mode": "fp8_rollout", "kv": "e4m3_per_layer"}, "rounds queries and probabilities with precision.kv = 'e4m3_per_layer'; leave"),
+])  # fmt: skip
+def test_triton_attends_on_a_gpu_only_where_bits_are_not_promised(monkeypatch, start, precision, line):
+    """The fixture is a GPU."""
+    config = Config.model_validate({"model": {"path": Path("m")}, "precision": precision, "rollout": TRITON})
+    if line:
+        with pytest.raises(UserError) as refused:
+            SGLangLauncher().check(config)
+        assert str(refused.value).startswith(f"rollout.sglang.attention_backend = 'triton': {line}")
+        return
+    SGLangLauncher().check(config)
+    assert ("--attention-backend", "triton") in pairwise(start(precision["mode"], rollout=TRITON)[0])
+    other = Config.model_validate(
+        {"model": {"path": Path("m")}, "precision": precision, "rollout": {"sglang": {"attention_backend": "fa4"}}}
+    )
+    with pytest.raises(UserError, match="computes with a different kernel"):
+        SGLangLauncher().check(other)
+
+
 def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start, monkeypatch):
     assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
     arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))

@@ -85,8 +85,10 @@ def test_the_script_lists_its_parts_and_refuses_without_a_gpu(tmp_path, monkeypa
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     assert gpu_parts.main(["--list", "--quick"], "H100") == 0
     assert capsys.readouterr().out.split()[:2] == ["kernels", "170"]
-    monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    assert gpu_parts.main(["layers", "--", "-k", "x"], "H100", lambda command, environment: 0) == 0
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))  # a common name, which may mean something else
+    results = tmp_path / "results"
+    assert gpu_parts.main(["layers", f"--results={results}", "--", "-k", "x"], "H100", lambda command, environment: 0) == 0
+    assert len(list(results.iterdir())) == 1 and not (tmp_path / "out").exists()
     with pytest.raises(SystemExit) as refused:
         gpu_parts.main(["no-such"], "H100")
     assert refused.value.code == 2

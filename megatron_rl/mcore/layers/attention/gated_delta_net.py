@@ -92,7 +92,7 @@ class GatedDeltaNetLayer(MegatronModule):
             return attend(DeltaWeights(conv, a_log, dt_bias, self.heads), torch.cat(qkv, -1), a, b, lengths)
         size, rank = shard.size, shard.group.rank()
         parts = [part.unflatten(1, (size, -1)) for part in (*qkv, a, b)]  # equal ranges of heads, one for each rank
-        received = shard.to_heads(torch.cat(parts, -1).flatten(1))
+        (received,) = shard.to_heads(torch.cat(parts, -1).flatten(1))
         mixed, a, b = received.split([sum(part.shape[-1] for part in parts[:3]), a.shape[1] // size, b.shape[1] // size], -1)
         channels = torch.cat([rows.chunk(size)[rank] for rows in conv.split(list(self.widths[:3]))])
         heads = self.heads._replace(k=self.heads.k // size, v=self.heads.v // size)

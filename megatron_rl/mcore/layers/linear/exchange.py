@@ -72,8 +72,18 @@ def exchange_rows(tensors: Sequence[torch.Tensor], sent: Sequence[int], received
     """Send rows of each tensor [n, ...] to the ranks of `group` and return the received rows, with gradient. `sent` and `received` are row
     counts per rank. The other micro-batch has its turn meanwhile."""
     there, back = (_start_all_to_all(*sizes, group) for sizes in ((sent, received), (received, sent)))
+    return exchange(tensors, [(sum(received), *x.shape[1:]) for x in tensors], there, back)
+
+
+def exchange(tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], there: Start, back: Start) -> list[torch.Tensor]:
+    """Exchange tensors, with gradient; `shapes` are those of the results. The other micro-batch has its turn meanwhile.
+
+    Args:
+        there: starts the exchange of a tensor.
+        back: starts that of its gradient.
+    """
     exchanges = [Exchange() for _ in tensors]
-    begun = [(begin_exchange(x, each, there, (sum(received), *x.shape[1:])), each) for x, each in zip(tensors, exchanges, strict=True)]
+    begun = [(begin_exchange(x, each, there, shape), each) for x, shape, each in zip(tensors, shapes, exchanges, strict=True)]
     two_batch.give_turn()
     return [end_exchange(x, each, back) for x, each in begun]
 

@@ -1,0 +1,19 @@
+"""What packed attention on a GPU needs of the installed torch. Imports torch only inside, because `doctor` runs without it."""
+
+import inspect
+
+_ARGUMENTS = ("scale", "window_size", "enable_gqa")  # of `varlen_attn` that `kernels.attention.reference.flash_attention` passes
+INSTALL_HINT = "install torch 2.12 or newer: bash launch/install_gpu.sh"
+
+
+def find_attention_problem() -> str:
+    """Return what keeps the installed torch from computing packed attention in BF16 on a GPU, or "" if nothing does."""
+    import torch
+
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn"
+    accepted = inspect.signature(varlen_attn).parameters
+    lacking = [name for name in _ARGUMENTS if name not in accepted]
+    return f"varlen_attn of torch {torch.__version__} does not accept {', '.join(lacking)}" if lacking else ""
