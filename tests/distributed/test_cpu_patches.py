@@ -1,4 +1,4 @@
-"""Each patch that lets Megatron run on a CPU is needed: without it, a training step fails, computes other bits, compiles, or copies in vain."""
+"""Each patch that lets Megatron run on a CPU is needed: without it, a step fails, computes other bits, compiles, or copies needlessly."""
 
 import importlib
 import operator
