@@ -2,7 +2,7 @@
 # Install the CPU tier into .venv: torch's CPU build, Megatron-Core, SGLang, and this project (editable), with pinned versions.
 # Returns at once if the installation is complete, and continues an incomplete one.
 #   PYTHON=/path/to/python3.11     use this interpreter (default: the first usable one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=4000   required disk space: 2.1 GB for .venv, the rest for pip
+#   MEGATRON_RL_MIN_DISK_MB=4000   required disk space: 1.6 GB for .venv, the rest for pip
 # Exit code 2 with one line if Python or the disk space is insufficient.
 set -euo pipefail
 
