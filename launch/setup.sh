@@ -2,7 +2,7 @@
 # Install the CPU tier into .venv: torch's CPU build, Megatron-Core, SGLang, and this project (editable), with pinned versions.
 # Returns at once if the installation is complete, and continues an incomplete one.
 #   PYTHON=/path/to/python3.11     use this interpreter (default: the first usable one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=4000   required disk space: 2.1 GB for .venv, the rest for pip
+#   MEGATRON_RL_MIN_DISK_MB=4000   required disk space: 1.6 GB for .venv, the rest for pip
 # Exit code 2 with one line if Python or the disk space is insufficient.
 set -euo pipefail
 
@@ -13,7 +13,7 @@ program=setup
 
 # The folder is included because a virtual environment does not work after it is moved or copied.
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements.txt launch/requirements-nodeps.txt launch/requirements-peft.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements.txt launch/requirements-nodeps.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 # Succeed if the existing virtual environment can be completed. Otherwise it is made from scratch.
@@ -21,14 +21,19 @@ is_usable_venv() {
   was_made_here && is_usable_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-# Show how many packages pip has begun to fetch, and the last one: on a terminal in one line, otherwise every 20th.
+# Show how many packages pip has begun to install, and the last one: on a terminal in one line, otherwise every 20th. pip's words for a
+# package are "Collecting", "Processing" if its wheel is a local file, and "Requirement already satisfied".
 show_progress() {
-  local count=0 total word package line
-  total=$(cat "$root"/launch/requirements{,-nodeps,-peft}.txt | grep -c ==)
-  while read -r word package _; do
-    [ "$word" = Collecting ] || continue
+  local count=0 total words package line
+  total=$(cat "$root"/launch/requirements{,-nodeps}.txt | grep -c ==)
+  while read -r -a words; do
+    case ${words[0]:-} in
+      Collecting | Processing) package=${words[1]##*/} ;;
+      Requirement) package=${words[3]} ;;
+      *) continue ;;
+    esac
     count=$((count + 1)) line="megatron-rl setup: package $count of $total, $package"
-    if [ -t 1 ]; then printf '\r\033[K%s' "$line"; elif ((count % 20 == 0)); then echo "$line"; fi
+    if [ -t 1 ]; then printf '\r\033[K%s' "$line"; elif ((count % 20 == 0 || count == total)); then echo "$line"; fi
   done
   if [ -t 1 ]; then printf '\r\033[K'; fi
 }
@@ -42,7 +47,6 @@ install_pins() (
   exec 2> >(grep --line-buffered -v "^WARNING: Skipping .* due to invalid metadata" >&2) # of a package that another pip is installing
   "${pip[@]}" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$torch" & # one retry: the wheel may be cached
   "${pip[@]}" --ignore-requires-python -r "$pins-nodeps.txt" &
-  "${pip[@]}" --upgrade --target "$venv/peft" -r "$pins-peft.txt" &
   jobs=$(jobs -p)
   grep == "$pins.txt" | grep -v ^torch== | xargs -P 3 -n 20 "${pip[@]}" || status=1
   for job in $jobs; do wait "$job" || status=1; done

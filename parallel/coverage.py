@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel.chunking import Chunk
 from parallel.formats import FormatOf, TensorFormat
-from parallel.reshard import intersect, subtract
+from parallel.reshard import cut
 from parallel.shards import NamedRect, Rect, Shard
 
 
@@ -41,17 +41,9 @@ def find_gaps(whole: Rect, rects: Sequence[Rect]) -> list[Rect]:
     """Return disjoint rectangles that make up the part of `whole` outside of `rects`. Raise ValueError as `Gaps.find` does."""
     gaps = [whole] if whole.rows and whole.cols else []
     for rect in sorted(rects):  # from the top to the bottom, so that few gaps are left at a time
-        remaining: list[Rect] = []
-        covered = 0
-        for gap in gaps:
-            if (common := intersect(gap, rect)) is None:
-                remaining.append(gap)
-            else:
-                covered += common.rows * common.cols
-                remaining += subtract(gap, common)
-        if covered != rect.rows * rect.cols:
+        covered, gaps = cut(gaps, rect)
+        if sum(part.rows * part.cols for part in covered) != rect.rows * rect.cols:
             raise ValueError(f"{describe(rect)} are written twice, or lie outside")
-        gaps = remaining
     return gaps
 
 

@@ -200,18 +200,23 @@ def _cover(wanted: Rect, available: Sequence[_RectOwners]) -> list[_RectOwners]:
     """Cover `wanted` with the available rectangles, in order and without overlap. Elements without an owner stay uncovered."""
     cover, uncovered = [], [wanted] if wanted.rows and wanted.cols else []
     for rect, owners in available:
-        remaining: list[Rect] = []
-        for part in uncovered:
-            overlap = intersect(rect, part)
-            if overlap is None:
-                remaining.append(part)
-            else:
-                cover.append((overlap, owners))
-                remaining += subtract(part, overlap)
-        uncovered = remaining
+        covered, uncovered = cut(uncovered, rect)
+        cover += [(part, owners) for part in covered]
         if not uncovered:
             break
     return cover
+
+
+def cut(parts: Sequence[Rect], rect: Rect) -> tuple[list[Rect], list[Rect]]:
+    """Return what lies inside and what lies outside of a rectangle, of disjoint parts."""
+    inside, outside = list[Rect](), list[Rect]()
+    for part in parts:
+        if (overlap := intersect(rect, part)) is None:
+            outside.append(part)
+        else:
+            inside.append(overlap)
+            outside += subtract(part, overlap)
+    return inside, outside
 
 
 def intersect(a: Rect, b: Rect) -> Rect | None:

@@ -16,7 +16,7 @@ DEFAULT_CASES = {
     "test_training_in_a_layout_equals_that_of_one_process": 4, "test_packed_equals_alone": 4, "test_the_policy_does_not_notice": 1,
     "test_what_was_added_stays_zero_in_training": 2, "test_no_layer_counts_and_no_bit_changes": 1,
     "test_every_layout_trains_the_same_layers": 2, "test_a_run_of_several_ranks_goes_on_bit_for_bit_and_any_layout_loads_it": 1,
-    "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
+    "test_no_patch_is_needless": 1, "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
 }  # fmt: skip
 """How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install if needed, including Triton for the tests of its kernels, lint, check formatting and types, and run the tests that need no GPU.
+# Install if needed, including what only tests need, lint, check formatting and types, and run the tests that need no GPU.
 #   --all   also run the tests marked `long`: a real SLURM, kills, eight ranks, full matrices. Must be the first argument.
 # Other arguments go to pytest: bash tools/test.sh tests/unit -k config
 set -euo pipefail
@@ -11,22 +11,26 @@ venv="$root/.venv"
 program=test
 . "$root/launch/common.sh"
 
-# Install the GPU tier's Triton into a folder of its own, since torch and SGLang would use it. A last file marks a finished installation.
-install_triton() (
-  pin=$(grep ^triton== launch/requirements-gpu.txt)
+# Install what only tests need, and the trackers. PEFT and the GPU tier's Triton get folders of their own, since transformers, torch, and
+# SGLang would import them in each process of a run. A last file marks a finished installation.
+install_test_packages() (
   lock tools/test.sh
-  if [ "$(cat "$venv/triton/installed" 2>/dev/null)" != "$pin" ]; then
-    check_disk 3400 "; free some, or move the clone"
-    echo "megatron-rl test: installing $pin into $venv/triton (250 MB to download; this happens once)"
-    rm -rf "$venv/triton"
-    pip -qq install --no-compile --no-deps --target "$venv/triton" "$pin"
-    echo "$pin" >"$venv/triton/installed"
+  triton=$(grep ^triton== launch/requirements-gpu.txt) done="$venv/.megatron-rl-test-packages"
+  wanted=$(cat launch/requirements-test.txt launch/requirements-peft.txt; echo "$triton")
+  if [ "$(cat "$done" 2>/dev/null)" != "$wanted" ]; then
+    check_disk 3800 "; free some, or move the clone"
+    echo "megatron-rl test: installing the packages of tests and $triton into $venv (300 MB to download; this happens once)"
+    rm -rf "$venv"/{peft,triton} "$done"
+    pip -qq install --no-compile --no-deps -r launch/requirements-test.txt
+    pip -qq install --no-compile --no-deps --target "$venv/peft" -r launch/requirements-peft.txt
+    pip -qq install --no-compile --no-deps --target "$venv/triton" "$triton"
+    echo "$wanted" >"$done"
   fi
 )
 
 bash "$root/launch/setup.sh"
 cd "$root"
-install_triton
+install_test_packages
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=.venv/bin/python
 $python -m ruff check .

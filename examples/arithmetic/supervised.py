@@ -55,6 +55,7 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         warm = config.warm_start
         actor = Actor(model, config.train, temperature=1.0)
         actor.learning_rate = lambda done: warm.learning_rate * min(1, (done + 1) / min(20, warm.steps)) * (1 - done / warm.steps)
+        actor.response = None  # nobody reads its metrics here
         _train(config, actor, load_tokenizer(start), levels, notify)
         trained = target.with_name(f".{target.name}.trained")
         state = {"step": warm.steps, "precision": config.precision.model_dump(mode="json")}

@@ -213,7 +213,7 @@ class Actor(Policy):
         self._forward_chunks = wrap_chunks(self.chunks, train)
         self.optimizer = build_optimizer(self._forward_chunks, train)
         self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
-        self.response = StepResponse(self.chunks, self.optimizer)
+        self.response: StepResponse | None = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
@@ -251,11 +251,13 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.steps_done += 1  # incremented first: a step that fails midway leaves weights of no known version
-        self.response.begin(self.steps_done)
+        if self.response:
+            self.response.begin(self.steps_done)
         _, grad_norm, _ = self.optimizer.step()
         check_finite(flatten_chained(self.optimizer))
         start_gathers(self._forward_chunks)
-        return {**means, _PADDING: padding, GRAD_NORM: float(grad_norm), LEARNING_RATE: learning_rate, **self.response.end()}
+        response = self.response.end() if self.response else {}
+        return {**means, _PADDING: padding, GRAD_NORM: float(grad_norm), LEARNING_RATE: learning_rate, **response}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return the loss's metrics summed over all ranks."""

@@ -15,7 +15,7 @@ from megatron.core.utils import configure_nvtx_profiling
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.config.launch import read_launch
-from megatron_rl.distributed import join_ranks
+from megatron_rl.distributed.launch_store import join_ranks
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
 from megatron_rl.mcore.layers.linear.high_precision import Embedding

@@ -221,7 +221,7 @@ def pin_model(config: Config) -> Config:
     if read_launch().size == 1:
         path = pin_hub_model(config.model.path)
     else:
-        from megatron_rl.distributed import share_before_start  # imports torch, which `plan` does not need
+        from megatron_rl.distributed.launch_store import share_before_start  # imports torch, which `plan` does not need
 
         shared = share_before_start("model.path", lambda: pin_hub_model(config.model.path), Path)
         path = pin_hub_model(check_pinned(shared, config.model.path))

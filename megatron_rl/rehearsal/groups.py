@@ -48,7 +48,7 @@ _OWNERS = {
     "megatron/core/transformer/multi_latent_attention.py": "tp",
     "megatron/core/transformer/multi_token_prediction.py": "tp",
     "megatron/core/transformer/transformer_layer.py": "tp",
-    "megatron_rl/distributed.py": "world pp dp",
+    "megatron_rl/distributed/__init__.py": "world pp dp",
     "megatron_rl/mcore/weights/adapters.py": _CALLER,
     "megatron_rl/mcore/weights/cache_scales.py": "world",
     "megatron_rl/mcore/checkpoint/optimizer.py": _REPLICAS,

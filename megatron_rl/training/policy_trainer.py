@@ -33,7 +33,7 @@ from megatron_rl.plugs import LOSSES
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.critic_trainer import CriticTrainer
-from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, find_worst_prefix, measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
 
@@ -98,7 +98,7 @@ class PolicyTrainer:
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """Shape of the engine's routing records, or None if they are not replayed."""
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
-        self.suspect_prefix: list[int] = []  # tokens before this replica's token with the largest mismatch
+        self.compared: list[TrainingSample] = []  # this replica's samples of the newest step with a bound on the mismatch
         self.replay: ReplayBuffer | None = None
         if config.replay is not None:
             from megatron_rl.batch.replay import ReplayBuffer
@@ -141,7 +141,7 @@ class PolicyTrainer:
         staleness = measure_staleness(samples, reduce.combine) if stale else {}
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
         if self._mismatch_bound is not None:
-            self.suspect_prefix = find_worst_prefix(samples)
+            self.compared = samples
             self._mismatch_bound.check(mismatch)
         return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 

@@ -53,7 +53,7 @@ from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.mismatch import MismatchBound
+from megatron_rl.training.mismatch import MismatchBound, find_worst_prefix
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import describe_unread, load_actor, load_critic, load_reference, load_teacher
@@ -160,7 +160,7 @@ class Session:
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
         trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
-        self._find_suspect = lambda: trainer.suspect_prefix
+        self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         newest = NewestTokens(config, actor, worker, recovering_sync, bound, trainer.engine_routing)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)

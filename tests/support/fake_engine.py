@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import Rank0, join_ranks, run_on_rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed.launch_store import join_ranks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool

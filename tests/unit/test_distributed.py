@@ -17,18 +17,16 @@ from pydantic_core import PydanticSerializationError
 from support.listening import find_listening
 from support.processes import free_port
 
-from megatron_rl import distributed
 from megatron_rl.distributed import (
     Rank0,
     broadcast_from,
     errors_on_all_ranks,
     gather_errors,
     gather_from_ranks,
-    join_ranks,
-    open_launch_store,
+    launch_store,
     run_on_rank0,
-    share_before_start,
 )
+from megatron_rl.distributed.launch_store import join_ranks, open_launch_store, share_before_start
 from megatron_rl.errors import EngineLostError, MegatronRLError, RunError, UserError
 from megatron_rl.observability.signals import StopError
 from megatron_rl.preflight.rule import check_pinned
@@ -252,15 +250,15 @@ NODES = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
 
 def test_a_secret_of_the_environment_seals_and_no_child_inherits_it(monkeypatch):
     launch(monkeypatch, **NODES, MEGATRON_RL_LAUNCH_SECRET="0f" * 32)
-    assert distributed._share_secret(dist.HashStore()) == b"\x0f" * 32 and "MEGATRON_RL_LAUNCH_SECRET" not in os.environ
-    assert distributed._share_secret(dist.HashStore()) == b"", "several nodes share no private place"
+    assert launch_store._share_secret(dist.HashStore()) == b"\x0f" * 32 and "MEGATRON_RL_LAUNCH_SECRET" not in os.environ
+    assert launch_store._share_secret(dist.HashStore()) == b"", "several nodes share no private place"
 
 
 @pytest.mark.parametrize("secret", ["0f" * 15, "0f" * 16 + "0", "x" * 64, "secret"])
 def test_a_secret_that_can_be_guessed_is_refused_and_not_shown(secret, monkeypatch):
     launch(monkeypatch, **NODES, MEGATRON_RL_LAUNCH_SECRET=secret)
     with pytest.raises(UserError, match="MEGATRON_RL_LAUNCH_SECRET: must be at least 32 hexadecimal digits") as caught:
-        distributed._share_secret(dist.HashStore())
+        launch_store._share_secret(dist.HashStore())
     assert secret not in str(caught.value)
 
 
@@ -270,7 +268,7 @@ def test_a_strangers_file_is_no_secret(name, monkeypatch, tmp_path):
     store = dist.HashStore()
     store.set("secret", name)
     with pytest.raises(RunError, match="rank 0's secret is not in this user's cache folder"):
-        distributed._share_secret(store)
+        launch_store._share_secret(store)
 
 
 def test_the_secrets_file_is_private_and_goes_away(monkeypatch, tmp_path):
@@ -284,7 +282,7 @@ def test_the_secrets_file_is_private_and_goes_away(monkeypatch, tmp_path):
 
     reader = threading.Thread(target=read_as_rank_1)
     reader.start()
-    secret = distributed._share_secret(store)
+    secret = launch_store._share_secret(store)
     reader.join()
     assert read == [(secret, 0o600, 0o700)] and len(secret) == 32 and not list((tmp_path / "megatron-rl").iterdir())
 
@@ -294,7 +292,7 @@ def test_rank_0_listens_where_other_ranks_can_reach_it_and_nowhere_else(host, li
     launch(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR=host, MASTER_PORT=str(free_port()))
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **named: resolve(name.replace(host, "127.0.0.1"), *args, **named))
-    store = distributed._connect_to_launch_store(timedelta(seconds=5))
+    store = launch_store._connect_to_launch_store(timedelta(seconds=5))
     own = [each.address for each in find_listening([os.getpid()]) if each.address.endswith(f":{os.environ['MASTER_PORT']}")]
     assert own == [f"{listens_on}:{os.environ['MASTER_PORT']}"] and store.num_keys() >= 0
 
@@ -304,4 +302,4 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch):
         port = str(other.getsockname()[1])
         launch(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(UserError, match=rf"^MASTER_ADDR and MASTER_PORT = '127.0.0.1:{port}': rank 0 cannot listen there"):
-            distributed._connect_to_launch_store(timedelta(seconds=5))
+            launch_store._connect_to_launch_store(timedelta(seconds=5))

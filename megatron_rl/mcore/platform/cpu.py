@@ -3,6 +3,7 @@
 Megatron hard-codes `device="cuda"`, queries `torch.cuda`, compares tensor type strings, and runs collectives that gloo lacks. Each patch
 names the Megatron code that needs it. All patches of Megatron are here, except for replaced classes: `adam.FusedAdam` and
 `quantizing_optimizer.QuantizingOptimizer`. They were checked with the releases in `KNOWN_VERSIONS`; any other release is refused.
+tests/distributed/test_cpu_patches.py tries each one without.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import logging
 import sys
 from functools import partial
 from typing import Any
@@ -75,14 +75,12 @@ def _patch_cuda() -> None:
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
     cuda.Stream = _CpuStream  # side stream of the MoE dispatcher
     cuda.current_stream = lambda *_: _CpuStream()  # DDP
-    # the RNG tracker (dropout, activation recomputation) keeps the states of the CPU generator
+    # the RNG tracker (activation recomputation) keeps the states of the CPU generator; torch would queue what sets one until CUDA starts
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
     import megatron.core.tensor_parallel.random as random
 
-    random._get_cuda_rng_state, random._set_cuda_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    random._get_cuda_rng_state = cuda.get_rng_state
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _patch_device_literals() -> None:

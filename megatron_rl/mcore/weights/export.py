@@ -24,7 +24,8 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.launch import read_launch
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import check_path, reading
-from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, join_ranks, run_on_rank0, write_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0, write_on_rank0
+from megatron_rl.distributed.launch_store import join_ranks
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.checkpoint_format import find_high_format

@@ -1,5 +1,6 @@
-"""launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything;
-tools/test.sh installs Triton once; the pins of launch/requirements*.txt are those of pyproject.toml's extras."""
+"""launch/quickstart.sh runs two commands; setup.sh counts each package, and setup.sh and install_gpu.sh refuse an unfit machine in one line
+before they write anything; tools/test.sh installs the packages of tests once; the pins of launch/requirements*.txt are those of
+pyproject.toml's extras."""
 
 import fcntl
 import os
@@ -45,7 +46,7 @@ def finish(clone: Path, written_in: Path) -> None:
     """Make `clone` look installed, with the stamp of an installation in `written_in`."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    pins = [f"launch/requirements{kind}.txt" for kind in ("", "-nodeps", "-peft")]
+    pins = [f"launch/requirements{kind}.txt" for kind in ("", "-nodeps")]
     files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
@@ -94,11 +95,41 @@ def test_the_quickstart_makes_the_model_and_then_trains_it(clone, arguments, nam
     assert done.stdout.splitlines() == [" ".join([f"{clone} -m {words} configs/{name}.toml", *overrides]) for words in commands]
 
 
-def test_the_test_command_installs_triton_once_and_anew_if_the_pin_changes(clone):
+FAKE_PYTHON = """#!/bin/bash
+# A Python whose pip prints what pip prints for a package of an index, for one in a local file, and for one that is installed already.
+[[ " $* " = *" --no-compile "* ]] || exit 0
+while [ $# -gt 0 ]; do
+  case $1 in -r) shift; grep == "$1" ;; *==*) echo "$1" ;; esac
+  shift
+done | while read -r pin; do
+  case $((number++ % 3)) in
+    0) echo "Collecting $pin (from -r pins.txt (line 1))"; echo "  Downloading $pin.whl (4 kB)" ;;
+    1) echo "Processing ./wheels/${pin/==/-}-py3-none-any.whl (from -r pins.txt (line 1))" ;;
+    2) echo "Requirement already satisfied: $pin in /somewhere" ;;
+  esac
+done
+"""
+
+
+def test_the_installation_counts_each_package(clone, tmp_path):
+    (tmp_path / "python").write_text(FAKE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(tmp_path / "python", clone / ".venv" / "bin")
+    (clone / ".venv" / "pyvenv.cfg").write_text(f"command = python -m venv {clone}/.venv\n")
+    done = setup(clone, PYTHON=str(tmp_path / "python"), MEGATRON_RL_MIN_DISK_MB="1")
+    assert done.returncode == 0, done.stderr
+    counted = re.findall(r"package (\d+) of (\d+), ([a-z]\S+)", done.stdout)
+    total = len(read_pins("requirements.txt") | read_pins("requirements-nodeps.txt"))
+    assert [(int(number), int(of)) for number, of, _ in counted] == [(n, total) for n in (*range(20, total, 20), total)]
+    assert (clone / ".venv" / ".megatron-rl-installed").exists()
+
+
+def test_the_test_command_installs_its_packages_once_and_anew_if_a_pin_changes(clone):
     finish(clone, written_in=clone)
     python = clone / ".venv" / "bin" / "python"
     python.unlink()
-    python.write_text('#!/bin/sh\n[ "$2" != pip ] || mkdir -p .venv/triton\necho "$@"\n[ "$2" != pip ] || [ ! -e no_net ]\n')
+    python.write_text('#!/bin/sh\necho "$@"\n[ "$2" != pip ] || [ ! -e no_net ]\n')
     python.chmod(0o755)
     shutil.copytree(ROOT / "tools", clone / "tools", ignore=shutil.ignore_patterns("*.py"))
 
@@ -115,9 +146,12 @@ def test_the_test_command_installs_triton_once_and_anew_if_the_pin_changes(clone
     (clone / "no_net").unlink()
     pins = clone / "launch" / "requirements-gpu.txt"
     pin = next(line for line in pins.read_text().splitlines() if line.startswith("triton=="))
-    assert [installed(), installed()] == [[pin], []]
+    files = ["launch/requirements-test.txt", "launch/requirements-peft.txt"]
+    assert [installed(), installed()] == [[*files, pin], []]
     pins.write_text(pins.read_text().replace(pin, "triton==99"))
-    assert [installed(), installed()] == [["triton==99"], []]
+    assert [installed(), installed()] == [[*files, "triton==99"], []]
+    (clone / files[0]).write_text("pytest==99\n")
+    assert len(installed()) == 3 and not installed()
 
 
 @pytest.mark.parametrize("change", ["moved", "new pins", "half done"])
@@ -135,11 +169,15 @@ def read_pins(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name, extras", [
-    ("requirements.txt", ("cpu", "trackers", "test")), ("requirements-gpu.txt", ("gpu", "test")), ("requirements-peft.txt", ("lora",)),
+    ("requirements.txt", ("cpu",)), ("requirements-test.txt", ("trackers", "test")), ("requirements-gpu.txt", ("gpu", "test")),
+    ("requirements-peft.txt", ("lora",)),
 ])  # fmt: skip
 def test_the_pins_are_those_of_the_extras(name, extras):
     """After a change of pyproject.toml: bash launch/lock.sh."""
     project, pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], read_pins(name)
+    if name == "requirements-test.txt":  # installed beside the CPU tier
+        assert not pins.keys() & read_pins("requirements.txt").keys()
+        pins |= read_pins("requirements.txt")
     listed = [requirement for extra in extras for requirement in project["optional-dependencies"][extra]]
     for requirement in map(Requirement, listed + project["dependencies"] * ("lora" not in extras)):
         if requirement.marker is None or requirement.marker.evaluate({"python_version": "3.11"}):
