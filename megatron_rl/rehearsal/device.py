@@ -28,6 +28,9 @@ _HOST = torch.device("cpu")
 _MAX_KNOWN = 1 << 22
 """Largest number of elements of a known value, such as the routes of 8192 tokens among 384 experts. Larger host tensors have no data
 either."""
+_MAX_CONSTANT = 1 << 16
+"""Largest number of elements of a floating-point constant with known values. Decisions depend on few numbers; gradients and moments of a large
+model's experts, all zeros, would fill the host's memory."""
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -333,7 +336,12 @@ def _count_evenly(args: tuple, result: Any) -> torch.Tensor | None:
 
 
 def _fill(number: Any) -> Callable[[tuple, Any], torch.Tensor]:
-    return lambda args, result: torch.full(result.shape, number(args), dtype=result.dtype)
+    def fill(args: tuple, result: Any) -> torch.Tensor | None:
+        if result.dtype.is_floating_point and result.numel() > _MAX_CONSTANT:
+            return None
+        return torch.full(result.shape, number(args), dtype=result.dtype)
+
+    return fill
 
 
 _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
