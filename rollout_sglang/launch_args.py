@@ -31,6 +31,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
+from parallel.attention import GatedDeltaNet, LatentAttention
 from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
@@ -42,7 +43,6 @@ _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
 _WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
 """Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
-_STATES_PER_REQUEST = 3  # recurrent states in SGLang's pool for each running request, its own and those of cached prefixes
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
@@ -127,20 +127,20 @@ def make_server_arguments(
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
-        hf_config = read_config(model_path)
-        has_states = _shares_delta_rule(contract) and "linear_num_value_heads" in hf_config
+        kinds = set(map(type, config.make_geometry(read_config(model_path)).attention))
+        has_states = GatedDeltaNet in kinds and _shares_delta_rule(contract)
         if has_states:
             options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
+            options["max-mamba-cache-size"] = rollout.state_slots
             flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
-        unwanted = has_states or config.placement.kind == "colocated" or "kv_lora_rank" in hf_config
+        unwanted = has_states or config.placement.kind == "colocated" or LatentAttention in kinds
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-backend-prefill"] = "disabled"
     else:
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
-        states = _STATES_PER_REQUEST if rollout.enable_prefix_caching else 1
-        options["max-mamba-cache-size"] = states * rollout.max_running_requests  # other models have no states
+        options["max-mamba-cache-size"] = rollout.state_slots  # other models have no states
         flags.append("disable-overlap-schedule")
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)

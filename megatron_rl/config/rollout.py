@@ -94,6 +94,13 @@ class RolloutConfig(ConfigSection):
         """Number of ranks of an engine on each of its nodes."""
         return self.tp // self.nodes_per_engine
 
+    @property
+    def state_slots(self) -> int:
+        """Number of recurrent states in an engine's pool, for models that have them: for each running request its own and, with a prefix
+        cache, two of cached prefixes, as SGLang requires. `sglang.max_mamba_cache_size` overrides it."""
+        given = self.sglang.get("max_mamba_cache_size")
+        return given if isinstance(given, int) else self.max_running_requests * (3 if self.enable_prefix_caching else 1)
+
     def to_sampling(self) -> SamplingParams:
         """Return the sampling options of completions for training."""
         names = ("temperature", "max_new_tokens", "stop", "top_p", "top_k", "min_p")

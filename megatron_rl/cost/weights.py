@@ -184,13 +184,14 @@ def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
 
 
 def count_state_bytes_per_request(job: Workload, tp: int) -> int:
-    """Return the bytes per request of the states of all layers on an engine rank."""
+    """Return the bytes of one slot of an engine rank's pool of states: those of all layers, of one request."""
     return sum(kind.count_state_bytes(tp, job.high_bytes) for kind in job.model.attention)
 
 
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:
-    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens, and for each request of SGLang's int32 table of token slots
-    and of the states."""
+    """Return the bytes on an engine rank of `rollout.max_total_tokens` tokens, of SGLang's int32 table of token slots for each request, and
+    of the pool of states, which has one slot more for padded batches."""
     rollout, tp = job.config.rollout, candidate.rollout_tp
-    per_request = 4 * int(job.hf_config.get("max_position_embeddings", 0)) + count_state_bytes_per_request(job, tp)
-    return rollout.max_total_tokens * count_kv_bytes_per_token(job, tp) + rollout.max_running_requests * per_request
+    table = 4 * int(job.hf_config.get("max_position_embeddings", 0)) * rollout.max_running_requests
+    states = (rollout.state_slots + 1) * count_state_bytes_per_request(job, tp)
+    return rollout.max_total_tokens * count_kv_bytes_per_token(job, tp) + table + states

@@ -28,6 +28,9 @@ _HOST = torch.device("cpu")
 _MAX_KNOWN = 1 << 22
 """Largest number of elements of a known value, such as the routes of 8192 tokens among 384 experts. Larger host tensors have no data
 either."""
+_MAX_ZEROED = 1 << 16
+"""Largest number of elements of a tensor whose values are known after `zero_`. The moments of experts, which decide nothing, would fill the
+host's memory."""
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -336,12 +339,17 @@ def _fill(number: Any) -> Callable[[tuple, Any], torch.Tensor]:
     return lambda args, result: torch.full(result.shape, number(args), dtype=result.dtype)
 
 
+def _fill_small(args: tuple, result: Any) -> torch.Tensor | None:
+    return None if result.numel() > _MAX_ZEROED else torch.zeros(result.shape, dtype=result.dtype)
+
+
 _HEALTHY: dict[Any, Callable[[tuple, Any], torch.Tensor | None]] = {
     aten.all.default: lambda args, result: torch.tensor(True),
     aten.any.default: lambda args, result: torch.tensor(False),
     aten.topk.default: _spread_evenly,
     aten.scatter_add_.default: _count_evenly,
-    **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default, aten.zero_.default), _fill(lambda args: 0)),
+    aten.zero_.default: _fill_small,
+    **dict.fromkeys((aten.zeros_like.default, aten.new_zeros.default), _fill(lambda args: 0)),
     **dict.fromkeys((aten.ones_like.default, aten.new_ones.default), _fill(lambda args: 1)),
     **dict.fromkeys((aten.full_like.default, aten.fill_.Scalar), _fill(lambda args: args[1])),
     aten.new_full.default: _fill(lambda args: args[2]),

@@ -38,6 +38,17 @@ def test_logits_equal_transformers(folder, worlds, transformers_process):
         assert difference < 1e-5 * expected.abs().max(), f"{size} ranks: {difference}"
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_logits_of_hybrid_models_are_nearer_to_float64_than_those_of_transformers(family, model_folder, worlds, transformers_process):
+    """By token, a float32 recurrence rounds less than transformers' chunks, so the difference between both is mostly transformers'."""
+    ids, folder = torch.randint(0, 384, (3, 200), generator=torch.Generator().manual_seed(5)).tolist(), model_folder(family)
+    exact = transformers_process.call(transformers_reference.float64_logits, folder, ids)[0]
+    theirs = transformers_process.call(transformers_reference.logits, folder, ids)[0]
+    ours = worlds(1).call(trainer.logits, folder, FP32, ids)[0]
+    error, reference_error = (((found - exact).square().mean() / exact.square().mean()).sqrt() for found in (ours, theirs))
+    assert 1e-8 < error < 2e-6 and error < reference_error, f"{error:.3g}, transformers {reference_error:.3g}"
+
+
 def test_logprobs_of_a_text_equal_transformers(folder, worlds, transformers_process):
     """FP32 differs only by the order of sums. BF16 is at most 1.5 times as far from FP32 as transformers' BF16 is."""
     text = (ROOT / "LICENSE").read_bytes()[:600]

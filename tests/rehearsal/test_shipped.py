@@ -4,8 +4,10 @@ The default tests rehearse two layers of the 8B with its engines and the last ra
 engines.
 """
 
+import json
+
 import pytest
-from support.shipped import check_aims, few_layers, rehearse_shipped, rehearse_trainers
+from support.shipped import ROOT, check_aims, few_layers, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
 COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
@@ -32,6 +34,30 @@ def test_two_layers_run_with_their_engines(tmp_path):
     found = rehearse_shipped("qwen3_8b", tmp_path, f"--model.path={few_layers('Qwen3-8B', tmp_path)}")
     (trainer,), engines = found["trainer"], found["engine"]
     assert len(engines) == 2 and not any(wait["in_micro_batches"] for phase in trainer["phases"] for wait in phase["host_waits"])
+
+
+def test_a_gated_delta_net_and_an_attention_layer_take_the_planned_memory(tmp_path):
+    kinds = ["linear_attention", "full_attention"]
+    fields = json.loads((ROOT / "configs" / "models" / "Qwen3.5-9B" / "config.json").read_text())["text_config"]
+    architecture = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2, "layer_types": kinds, "full_attention_interval": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields | architecture | {"tie_word_embeddings": False}))
+    (rank,) = rehearse_trainers(f"qwen3_5_9b,h100,0,--model.path={tmp_path}")["qwen3_5_9b"]
+    assert rank["passes"] and not rank["fault"], rank["fault"]
+    assert not any(wait["in_micro_batches"] for phase in rank["phases"] for wait in phase["host_waits"])
+
+
+HYBRIDS = [("qwen3_5_9b", [0])]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("name", "stages"), HYBRIDS)
+def test_first_and_last_ranks_of_hybrid_models_and_their_engines_run(name, stages, tmp_path):
+    found = rehearse_shipped(name, tmp_path, "--ranks", "0,last")
+    assert list(dict.fromkeys(rank["stage"] for rank in found["trainer"])) == stages and len(found["engine"]) == 2
+    for rank in found["trainer"]:
+        lines = [wait["line"] for phase in rank["phases"] for wait in phase["host_waits"] if wait["in_micro_batches"]]
+        assert all(line.startswith(COUNTS) for line in lines) and bool(lines) == (name != "qwen3_5_9b")
 
 
 CASES = [("qwen3_8b", [0]), ("qwen2_5_32b", [0]), ("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])]

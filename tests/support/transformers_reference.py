@@ -1,6 +1,7 @@
 """Reference computations by Hugging Face transformers, to compare Megatron and the engine with."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 
@@ -14,6 +15,24 @@ def logits(folder, ids):
     """Return float32 `[b, s, vocab]` of the checkpoint, computed in float32."""
     with torch.no_grad():
         return load(folder)(torch.tensor(ids)).logits
+
+
+class _InFloat64(TorchDispatchMode):
+    """Context manager in which no tensor is made or cast to float32, which transformers' norms and gated delta nets do in any model."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else kwargs))
+
+
+def float64_logits(folder, ids):
+    """Return `logits` computed in float64, `[b, s, vocab]`. Frequencies of rotary positions are the float32 numbers."""
+    model = load(folder).double()
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), _InFloat64():
+        found = model(torch.tensor(ids)).logits
+    assert found.dtype is torch.float64
+    return found
 
 
 def response_logprobs(model, sequences):

@@ -15,6 +15,7 @@ from megatron_rl.config import load_config
 from parallel.families import FAMILIES
 from parallel.formats import INT8, MODES
 from parallel.model_geometry import ModelGeometry
+from parallel.wrappers import unwrap
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
@@ -97,7 +98,7 @@ def test_the_table_of_models_matches_the_code():
     assert refuses_int8 == {name for name, model in models.items() if any(kind.refuse_engine_format(INT8) for kind in model.attention)}
     shipped = re.findall(r'\("(\w+)", \[\d', (ROOT / "tests" / "rehearsal" / "test_shipped.py").read_text())
     folders = [re.search(r'^path = "(.*)"', (ROOT / "configs" / f"{name}.toml").read_text(), re.MULTILINE)[1] for name in shipped]
-    configs = [json.loads((ROOT / folder / "config.json").read_text()) for folder in folders]
+    configs = [unwrap(json.loads((ROOT / folder / "config.json").read_text())) for folder in folders]
     rehearsed = {config["model_type"] for config in configs} | {"llama", "glm4_moe", "deepseek_v3"}  # tests/rehearsal/test_other_models.py
     assert {name for name, row in families.items() if row[3]} == rehearsed
     measured = {name for name, row in families.items() if row[4]}

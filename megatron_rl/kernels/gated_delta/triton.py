@@ -1,4 +1,4 @@
-"""The Triton kernels of `kernels.gated_delta.reference`: convolution, recurrence, and their gradients.
+"""The Triton kernels of `kernels.gated_delta.reference`: the recurrence and its gradients, after the convolution of `triton_convolution`.
 
 `advance_state` is one kernel for training, prompts, and decoded tokens, compiled once: it always reads and writes a state for each
 sequence, no argument that differs between these uses is a compile-time constant, and pointers are aligned. Another specialization could add
@@ -8,96 +8,28 @@ columns are in one program, so a share of the heads has the bits of all.
 The backward pass computes the states of `SPAN` tokens again, writes them to memory, and reads them in reverse order.
 """
 
-import functools
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
+from megatron_rl.kernels.gated_delta.triton_convolution import Packed, convolve, differentiate_convolution, move_windows, pack
 from megatron_rl.kernels.gates.triton import align
 from parallel.attention.gated_delta_net import SPAN
 
-ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 STATE_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 BACKWARD_LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-_COLUMNS = 512  # channels of a program of the convolution
-_TOKENS = 64  # tokens of a program that adds gradients of the convolution's weight
 _STATE_COLUMNS = 16  # columns of v_dim of a program
 _BACKWARD_COLUMNS = 32
 _GROUPS = 8  # programs of a head and its columns in the backward pass; each computes every eighth sequence
 
 
 @triton.jit
-def _sigmoid(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
-
-
-@triton.jit
-def convolve_token(mixed, windows, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [n, channels, TAPS - 1]."""
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
-    sequence = tl.load(sequences + token).to(tl.int64)
-    offset = token - tl.load(starts + sequence)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        own = tl.load(mixed + (token - back) * channels + column, mask=inside & (offset >= back), other=0.0).to(tl.float32)
-        place = (sequence * channels + column) * (TAPS - 1) + tap + offset
-        before = tl.load(windows + place, mask=inside & (offset < back), other=0.0).to(tl.float32)
-        product = tl.where(offset >= back, own, before) * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-        total = product if tap == 0 else total + product
-    tl.store(result + token * channels + column, (total * _sigmoid(total)).to(result.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def differentiate_totals(
-    mixed, weight, gradient, of_total, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TAPS_TILE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program for COLUMNS channels of TOKENS tokens of sequences that start in this call: gradients of the sums before SiLU, `of_total`
-    float32 [t, channels], and parts of that of the weight, float32 [programs, channels, TAPS]."""
-    first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    tap = tl.arange(0, TAPS_TILE)
-    inside = (column < channels)[:, None] & (tap < TAPS)[None, :]
-    w = tl.load(weight + column[:, None] * TAPS + tap[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.zeros([COLUMNS, TAPS_TILE], tl.float32)
-    for token in range(first, min(first + TOKENS, tokens)):
-        offset = token - tl.load(starts + tl.load(sequences + token))
-        back = TAPS - 1 - tap
-        x = tl.load(mixed + (token - back)[None, :] * channels + column[:, None], mask=inside & (offset >= back)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        total = tl.sum(x * w, axis=1)
-        share = _sigmoid(total)
-        dy = tl.load(gradient + token * channels + column, mask=column < channels, other=0.0).to(tl.float32)
-        dtotal = dy * (share * (1.0 + total * (1.0 - share)))
-        tl.store(of_total + token * channels + column, dtotal, mask=column < channels)
-        sums += dtotal[:, None] * x
-    place = (tl.program_id(0).to(tl.int64) * channels + column[:, None]) * TAPS + tap[None, :]
-    tl.store(of_weight + place, sums, mask=inside)
-
-
-@triton.jit
-def spread_totals(of_total, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS channels of a token: the gradient of `mixed` for that of the sums before SiLU."""
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
-    left = tl.load(starts + tl.load(sequences + token) + 1) - token
-    total = tl.zeros([COLUMNS], tl.float32)
-    for tap in tl.static_range(TAPS):
-        ahead = TAPS - 1 - tap
-        x = tl.load(of_total + (token + ahead) * channels + column, mask=inside & (ahead < left), other=0.0)
-        total += x * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + token * channels + column, total.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -263,51 +195,14 @@ def differentiate_inputs(
     _differentiate_normed(x + key, of_x + key, of_k, 1.0, K_DIM, K_TILE, EPS)
 
 
-class _Packed(NamedTuple):
-    """Where packed sequences are in a row, int32 on its device."""
-
-    sequences: torch.Tensor  # [t]: the sequence of each token
-    starts: torch.Tensor  # [n + 1]
-    span_starts: torch.Tensor  # [n + 1]: numbers of the first span of each sequence
-
-
-def _pack(lengths: tuple[int, ...], device: torch.device) -> _Packed:
-    """Return the places of sequences of `lengths` tokens. All layers of a pass share them."""
-    return _pack_decoded(len(lengths), device) if set(lengths) == {1} else _pack_prompts(lengths, device)
-
-
-@functools.lru_cache(16)
-def _pack_prompts(lengths: tuple[int, ...], device: torch.device) -> _Packed:
-    starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
-    sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
-    return _Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans)))
-
-
-@functools.cache
-def _pack_decoded(count: int, device: torch.device) -> _Packed:
-    """Return the places of `count` sequences of one token, which are kept: a CUDA graph reads them at every replay."""
-    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-    return _Packed(starts[:-1], starts, starts)
-
-
 def _name_sizes(heads: DeltaHeads) -> dict[str, Any]:
     """Return compile-time constants that all uses of the recurrence share."""
     sizes = {"K_HEADS": heads.k, "V_HEADS": heads.v, "K_DIM": heads.k_dim, "V_DIM": heads.v_dim}
     return {**sizes, "K_TILE": triton.next_power_of_2(heads.k_dim), "SCALE": heads.k_dim**-0.5, "EPS": NORM_EPS}
 
 
-def _convolve(mixed: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, packed: _Packed) -> torch.Tensor:
-    channels, taps = weight.shape
-    result = torch.empty_like(mixed)
-    grid = len(mixed), triton.cdiv(channels, _COLUMNS)
-    convolve_token[grid](
-        mixed, windows, weight, result, packed.sequences, packed.starts, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH
-    )  # fmt: skip
-    return result
-
-
 def _advance_states(
-    weights: DeltaWeights, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, packed: _Packed, states: torch.Tensor,
+    weights: DeltaWeights, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, packed: Packed, states: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return outputs `[t, v, v_dim]` and update `states`. `kept` are (e, states before spans) to write."""
@@ -326,12 +221,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lengths: Sequence[int], heads: DeltaHeads, *tensors: torch.Tensor) -> torch.Tensor:
         mixed, a, b, conv, a_log, dt_bias = tensors = tuple(align(x) for x in tensors)
-        packed, weights = _pack(tuple(lengths), mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
+        packed, weights = pack(tuple(lengths), mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
         state = heads.v, heads.k_dim, heads.v_dim
         states = torch.zeros(len(lengths), *state, device=mixed.device)
         errors = torch.empty(len(mixed), heads.v, heads.v_dim, device=mixed.device)
         spans = torch.empty(sum(-(-length // SPAN) for length in lengths), *state, device=mixed.device)
-        x = _convolve(mixed, conv, mixed.new_zeros(len(lengths), mixed.shape[1], conv.shape[1] - 1), packed)
+        x = convolve(mixed, conv, mixed.new_zeros(len(lengths), mixed.shape[1], conv.shape[1] - 1), packed)
         out = _advance_states(weights, x, a, b, packed, states, (errors, spans))
         ctx.save_for_backward(*tensors, x, errors, spans, *packed)
         ctx.heads = heads
@@ -340,16 +235,16 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mixed, a, b, conv, a_log, dt_bias, x, errors, spans, *places = ctx.saved_tensors
-        packed, weights = _Packed(*places), DeltaWeights(conv, a_log, dt_bias, ctx.heads)
+        packed, weights = Packed(*places), DeltaWeights(conv, a_log, dt_bias, ctx.heads)
         of_x, *others = _differentiate_recurrence(weights, (x, a, b), packed, (errors, spans), align(gradient))
-        of_mixed, of_conv = _differentiate_convolution(mixed, conv, packed, of_x)
+        of_mixed, of_conv = differentiate_convolution(mixed, conv, packed, of_x)
         return None, None, of_mixed, *others[:2], of_conv, *others[2:]
 
 
 def _differentiate_recurrence(
     weights: DeltaWeights,
     inputs: tuple[torch.Tensor, ...],
-    packed: _Packed,
+    packed: Packed,
     kept: tuple[torch.Tensor, torch.Tensor],
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
@@ -372,23 +267,6 @@ def _differentiate_recurrence(
     return of_x, of_a, of_b, *(each.sum(0).to(weight.dtype) for each, weight in zip((of_rates, of_biases), gates, strict=True))
 
 
-def _differentiate_convolution(
-    mixed: torch.Tensor, weight: torch.Tensor, packed: _Packed, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `mixed` and the weight for that of the convolution's result; sequences start with empty windows."""
-    (tokens, channels), taps = mixed.shape, weight.shape[1]
-    of_total, of_mixed = torch.empty(mixed.shape, device=mixed.device), torch.empty_like(mixed)
-    programs, columns = triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _COLUMNS)
-    of_weight = torch.empty(programs, channels, taps, device=mixed.device)
-    places = packed.sequences, packed.starts
-    differentiate_totals[(programs, columns)](
-        mixed, weight, gradient, of_total, of_weight, *places, tokens, channels, TAPS=taps, TAPS_TILE=triton.next_power_of_2(taps),
-        TOKENS=_TOKENS, COLUMNS=_COLUMNS, **ROW_LAUNCH,
-    )  # fmt: skip
-    spread_totals[(tokens, columns)](of_total, weight, of_mixed, *places, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH)
-    return of_mixed, of_weight.sum(0).to(weight.dtype)
-
-
 def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Compute `kernels.gated_delta.reference.attend`."""
     return _Attend.apply(lengths, weights.heads, mixed, a, b, *weights[:3])
@@ -401,18 +279,8 @@ def advance(
     """Compute `kernels.gated_delta.reference.advance`."""
     mixed, a, b, windows = (align(x) for x in (mixed, a, b, windows))
     weights = DeltaWeights(align(weights.conv), align(weights.a_log), align(weights.dt_bias), weights.heads)
-    packed, last = _pack(tuple(lengths), mixed.device), windows.shape[-1]
+    packed, last = pack(tuple(lengths), mixed.device), windows.shape[-1]
     states = states.clone(memory_format=torch.contiguous_format)
-    x = _convolve(mixed, weights.conv, windows, packed)
+    x = convolve(mixed, weights.conv, windows, packed)
     out = _advance_states(weights, x, a, b, packed, states)
-    return out, _move_windows(mixed, windows, packed.starts.long(), last), states
-
-
-def _move_windows(mixed: torch.Tensor, windows: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the last `size` rows of each sequence as windows `[n, c, size]`."""
-    places = starts[1:, None] + torch.arange(-size, 0, device=mixed.device)
-    ahead = starts[1:] - starts[:-1]
-    old = (torch.arange(size, device=mixed.device) + ahead[:, None]).clamp(max=size - 1)
-    shifted = windows.gather(2, old[:, None].expand(windows.shape))
-    own = mixed[places.clamp(min=0, max=len(mixed) - 1)].transpose(1, 2)
-    return torch.where((places >= starts[:-1, None])[:, None], own, shifted)
+    return out, move_windows(mixed, windows, packed.starts.long(), last), states

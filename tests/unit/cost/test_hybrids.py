@@ -28,7 +28,10 @@ def test_an_engine_caches_tokens_of_some_layers_and_states_of_the_others(tp):
     job = make_job(max_total_tokens=1000, max_running_requests=3, tp=tp)
     tokens, states = 8 * 2 * max(1, 4 // tp) * 256 * 2, 24 * STATES // tp
     assert (count_kv_bytes_per_token(job, tp), count_state_bytes_per_request(job, tp)) == (tokens, states)
-    assert count_kv_cache(job, Candidate.from_config(job.config)) == 1000 * tokens + 3 * (4 * 262144 + states)
+    assert count_kv_cache(job, Candidate.from_config(job.config)) == 1000 * tokens + 3 * 4 * 262144 + (3 * 3 + 1) * states
+    for more, slots in ({"enable_prefix_caching": False}, 3), ({"sglang": {"max_mamba_cache_size": 20}}, 20):
+        job = make_job(max_total_tokens=1000, max_running_requests=3, tp=tp, **more)
+        assert count_kv_cache(job, Candidate.from_config(job.config)) == 1000 * tokens + 3 * 4 * 262144 + (slots + 1) * states
 
 
 def test_attention_of_some_layers_grows_with_the_sequence():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import ARCHITECTURES
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
@@ -29,7 +30,7 @@ def start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.delenv(PRECOMPILE, raising=False)
     started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: ARCHITECTURES["qwen3"])
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
     def start_process(
@@ -122,17 +123,18 @@ def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments
     assert (option, value) in pairwise(start()[0])
     arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
     assert arguments.count(option) == 1 and (option, "full") in pairwise(arguments)
-    monkeypatch.setattr(launch_args, "read_config", lambda folder: {"kv_lora_rank": 512})  # SGLang absorbs kv_b in such graphs
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: ARCHITECTURES["deepseek_v3"])  # SGLang absorbs kv_b in such graphs
     assert (option, value) in pairwise(start(kind="disaggregated")[0])
 
 
-def test_recurrent_states_keep_their_formats_and_only_a_quantized_engine_has_sglangs_own_delta_rule(start, monkeypatch):
-    monkeypatch.setattr(launch_args, "read_config", lambda folder: {"linear_num_value_heads": 32})
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_recurrent_states_keep_their_formats_and_only_a_quantized_engine_has_sglangs_own_delta_rule(start, monkeypatch, family):
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: ARCHITECTURES[family])
     arguments, environment = start("fp8_unified", kind="disaggregated")
     assert environment["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16" and environment["SGLANG_MAMBA_SSM_DTYPE"] == "float32"
     assert gated_delta.SHARED_VARIABLE in environment and "--disable-overlap-schedule" in arguments
     options = dict(pairwise(arguments))
-    assert options["--mamba-radix-cache-strategy"] == "no_buffer"
+    assert options["--mamba-radix-cache-strategy"] == "no_buffer" and options["--max-mamba-cache-size"] == str(3 * 256)
     assert options["--cuda-graph-backend-prefill"] == "disabled" and "--cuda-graph-backend-decode" not in options
     arguments, environment = start("fp8_rollout", kind="disaggregated")
     assert gated_delta.SHARED_VARIABLE not in environment and not any("mamba" in argument for argument in arguments)

@@ -17,6 +17,7 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
     """A span of 4 tokens and one group of programs, so that sequences have several spans, and a program has several sequences. No other
     test has these lengths, whose places are cached for one span."""
     from megatron_rl.kernels.gated_delta import triton as kernels
+    from megatron_rl.kernels.gated_delta import triton_convolution as convolution
 
     for dtype, heads, lengths, taps in (
         (torch.float32, DeltaHeads(1, 2, 6, 24), [3, 9, 0, 1], 4),
@@ -26,7 +27,8 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
         dy, results = random(sum(lengths), heads.v, heads.v_dim, seed=9, dtype=dtype), []
         for function in (kernels.attend, reference.attend):
             leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row)]
-            with patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8, _COLUMNS=32, _TOKENS=4):
+            small = patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8)
+            with small, patch.multiple(convolution, SPAN=4, _COLUMNS=32, _TOKENS=4):
                 out = function(DeltaWeights(*leaves[:3], heads), *leaves[3:], lengths)
                 results.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
         near = 1e-6 if dtype is torch.float32 else 2**-6  # the interpreter truncates to BF16
