@@ -138,7 +138,7 @@ def make_server_arguments(
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
         states = _STATES_PER_REQUEST if rollout.enable_prefix_caching else 1
         options["max-mamba-cache-size"] = states * rollout.max_running_requests  # other models have no states
-        flags.append("disable-overlap-schedule")
+        flags += ["disable-overlap-schedule", "disable-hybrid-swa-memory"]  # layers with a window keep all tokens, as the others
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
 

@@ -153,6 +153,12 @@ _add(
     _HYBRID | _SHARED | {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": True},
 )
 
+_GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True, "swiglu_limit": 0.5, "head_dim": 64,
+    "rope_scaling": YARN | {"rope_type": "yarn", "truncate": False}, "max_position_embeddings": 512,
+}  # fmt: skip
+_add("gpt_oss", "GptOssForCausalLM", _GPT_OSS, _GPT_OSS | {"num_hidden_layers": 2, "num_attention_heads": 4})
+
 
 def parse_layout(name):
     """Return the layout of a name such as "tp2 pp2"."""
