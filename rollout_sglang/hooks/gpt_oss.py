@@ -18,10 +18,12 @@ def allow_torch_attention(original: Callable[..., Any], server_args: Any) -> Any
         model_hook.attention_backends_of = known
 
 
-def keep_dtype_of_sinks(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
-    """Wrap `GptOssAttention.__init__`: sinks have the model's dtype, as in the trainer. SGLang's are BF16 in an FP32 model too."""
+def keep_dtypes(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `GptOssDecoderLayer.__init__`: sinks and biases of experts have the model's dtype, as in the trainer. SGLang's sinks are BF16 in
+    an FP32 model too, its biases FP32 in a BF16 model."""
     original(self, *args, **named)
-    self.sinks.data = self.sinks.data.to(torch.get_default_dtype())
+    for parameter in (self.self_attn.sinks, self.mlp.experts.w13_weight_bias, self.mlp.experts.w2_weight_bias):
+        parameter.data = parameter.data.to(torch.get_default_dtype())
 
 
 def take_sinks(original: Callable[..., Any], self: Any, *args: Any, sinks: torch.Tensor | None = None, **named: Any) -> Any:

@@ -117,7 +117,7 @@ def list_cpu_hooks() -> list[Hook]:
         (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", e4m3_cache.set_latents, "AROUND"),
         (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", e4m3_cache.get_latents, "AROUND"),
         ("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", gpt_oss.allow_torch_attention, "AROUND"),
-        ("sglang.srt.models.gpt_oss.GptOssAttention.__init__", gpt_oss.keep_dtype_of_sinks, "AROUND"),
+        ("sglang.srt.models.gpt_oss.GptOssDecoderLayer.__init__", gpt_oss.keep_dtypes, "AROUND"),
         (_TORCH_ATTENTION + "forward_extend", gpt_oss.take_sinks, "AROUND"),
         (_TORCH_ATTENTION + "forward_decode", gpt_oss.take_sinks, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
