@@ -132,14 +132,23 @@ class HFCheckpoint:
         self.check_copies(model)
 
     def _check_stacks(self, model: ModelGeometry) -> None:
-        """Raise UserError if a stack of experts is not [E, rows, columns] for the model's number of experts E."""
+        """Raise UserError if a stack of experts is not [E, ...] for the model's number of experts E, or lacks a part."""
         count = model.experts.count if model.experts else 0
-        for name in {self._find_stored(tensor.name) for tensor in model.tensors().values()} - model.tensors().keys():
-            if name not in self._file_of or find_stack(name):
+        for stored in {self._list_stored(tensor.name) for tensor in model.tensors().values()}:
+            if stored[0] not in self._file_of or (len(stored) == 1 and stored[0] in model.tensors()):
                 continue
-            shape = self._open_file(self._file_of[name]).get_slice(name).get_shape()
-            if len(shape) < 2 or shape[0] != count:
-                raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
+            for name in stored:
+                if name not in self._file_of:
+                    raise self._error(f"tensor {name} is missing", "the checkpoint is incomplete")
+                view = self._open_file(self._file_of[name]).get_slice(name)
+                shape = view.get_shape()
+                if len(shape) < 2 or shape[0] != count:
+                    raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
+                if len(stored) > 1 and view.get_dtype() != "U8":
+                    raise self._error(f"tensor {name} is {view.get_dtype()}, must be U8 in MXFP4", "the checkpoint is damaged")
+            blocks, *scales = (self._open_file(self._file_of[name]).get_slice(name).get_shape() for name in stored)
+            if scales and (scales[0] != blocks[:-1] or blocks[3:] != [16]):
+                raise self._error(f"tensor {stored[1]} has shape {scales[0]}, but {stored[0]} {blocks}", "the checkpoint is damaged")
 
     def check_copies(self, model: ModelGeometry) -> None:
         """Raise UserError if a stored copy of the embedding or output layer, which is not read, differs from the original."""
