@@ -16,6 +16,8 @@ def read(config: HFConfig) -> ModelGeometry:
     config.with_defaults(rms_norm_eps=1e-5, head_dim=64, sliding_window=128, num_experts_per_tok=4, attention_bias=True)
     config.with_defaults(swiglu_limit=7.0, num_local_experts=config.get("num_experts", 128), tie_word_embeddings=False)  # as transformers
     config.require(hidden_act="silu", attention_bias=True, hidden_act_alpha=1.702, swiglu_alpha=1.702, tie_word_embeddings=False)
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would make up YaRN
+        raise GeometryError("config.json rope_parameters", None, "is missing", "add it, or rope_scaling")
     rope = config.rope("yarn", any_yarn=True)
     config.require(initial_context_length=rope.yarn.original_max_position_embeddings if rope.yarn else None)
     heads, dim = config.head_counts(), config.size("head_dim")
