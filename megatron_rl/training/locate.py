@@ -34,6 +34,7 @@ from megatron_rl.types import SamplingParams
 
 DECODED = 4  # tokens of the completion: the first comes from prefill, the others from decoding
 LONGEST_PROMPT = 2048
+FIRST_TOKENS = 16  # tried until nothing of the prompt is cached
 FILE = "locate.json"
 Report = dict[str, Any]
 
@@ -74,13 +75,9 @@ class Locator:
     def _walk(self, number: int, prompt: np.ndarray) -> Rank0[Report]:
         engine = Rank0(lambda: _take(self._engines.value, number))
         found, recorder = self._compare(engine, prompt)
-        if found.run(lambda walk: walk.uncomputed > 0, bool):  # what was cached hides its computation: walk a prompt that is not cached
-            other = run_on_rank0(lambda: int(np.random.default_rng().integers(self._vocabulary)), int)
-            fresh = self._compare(engine, np.array([other, *prompt[1:]], np.int32))
-            if fresh[0].run(lambda walk: walk.first is not None, bool):
-                found, recorder = fresh
-            else:
-                found, recorder = self._compare(engine, prompt)  # its values are still needed
+        if found.run(lambda walk: walk.uncomputed > 0, bool):  # what was cached hides its computation
+            fresh = self._compare_uncached(engine, prompt)
+            found, recorder = fresh or self._compare(engine, prompt)  # its values are still needed
         element = read_element(found, recorder, engine)
         stale = engine.run(lambda engine: engine.find_stale_tensors(), list[dict[str, str]])  # before digests, which drop float copies
         engine.run(lambda engine: engine.stop_recording())
@@ -97,10 +94,25 @@ class Locator:
 
         return Rank0(report)
 
+    def _compare_uncached(self, engine: Rank0[RecordingEngine], prompt: np.ndarray) -> tuple[Rank0[Walk], ActivationRecorder] | None:
+        """Walk the prompt with another first token, with which nothing of it is cached. Return None if nothing differs then, or if each
+        token tried began a cached sequence."""
+        for _ in range(FIRST_TOKENS):
+            first = run_on_rank0(lambda: draw_token(self._vocabulary), int)
+            found, recorder = self._compare(engine, np.array([first, *prompt[1:]], np.int32))
+            if found.run(lambda walk: walk.uncomputed == 0, bool):
+                return (found, recorder) if found.run(lambda walk: walk.first is not None, bool) else None
+        return None
+
     def _compare(self, engine: Rank0[RecordingEngine], prompt: np.ndarray) -> tuple[Rank0[Walk], ActivationRecorder]:
         """Walk once. If only the engine is quantized, the trainer emulates it where it can."""
         with nullcontext() if self._emulated is None else emulate_engine(self._policy.model, self._read_named_tensors(), self._emulated):
             return walk(self._policy, engine, prompt, self._sampling, self._exact)
+
+
+def draw_token(vocabulary: int) -> int:
+    """Return a random token. It is another one each time, because each walk leaves its tokens in the engine's prefix cache."""
+    return int(np.random.default_rng().integers(vocabulary))
 
 
 def _take(pool: EnginePool, number: int) -> RecordingEngine:
