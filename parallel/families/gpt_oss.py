@@ -48,7 +48,7 @@ def list_layer(model: ModelGeometry, layer: int) -> list[Weight]:
     hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
     return [
         make_vector(hf + "input_layernorm.weight", model.hidden, megatron + "input_layernorm.weight"),
-        *model.attention_of(layer).list_weights(model.hidden, hf + "self_attn.", megatron + "self_attention."),
+        *model.attention_of(layer).list_weights(model.hidden, hf + "self_attn.", megatron + "self_attention.", model.kv_scales),
         make_vector(hf + "post_attention_layernorm.weight", model.hidden, megatron + "pre_mlp_layernorm.weight"),
         *_list_experts(model, hf + "mlp.", megatron + "mlp."),
     ]
