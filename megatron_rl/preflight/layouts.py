@@ -170,8 +170,8 @@ def engine_can_quantize_the_attention(facts: Facts) -> None:
 @rule(Needs.MODEL | Needs.NODE)
 def sinks_are_computed_on_a_cpu(facts: Facts) -> None:
     if facts.node_gpus and any(isinstance(kind, SinkAttention) for kind in facts.model.attention):
-        rule = f"is a {facts.model.family} model: its attention with sinks has no kernel for GPUs yet"
-        raise UserError(facts.option, str(facts.path), rule, "use another model, or CPUs")
+        rule = "is a family whose attention with sinks has no kernel for GPUs yet"
+        raise UserError(facts.option, facts.model.family, rule, "use another model, or CPUs")
 
 
 @rule(Needs.MODEL)

@@ -290,7 +290,7 @@ MISTAKES = [
            layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=int8_rollout", model=MLA),
     refuse("precision.mode = 'fp8_unified': is not supported for attention with sinks, whose models have no form in FP8; use bf16",
            layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=fp8_unified", model=SINKS),
-    refuse("MODEL = 'model': is a gpt_oss model: its attention with sinks has no kernel for GPUs yet; use another model, or CPUs",
+    refuse("MODEL = 'gpt_oss': is a family whose attention with sinks has no kernel for GPUs yet; use another model, or CPUs",
            layouts.sinks_are_computed_on_a_cpu, "train eval plan", HIGH, "--precision.reduction=fast", GLOO, model=SINKS, gpus=1),
     refuse("train.layout.etp = 2: is not supported for gpt_oss, because Megatron's experts with biases are not cut over ranks; ",
            layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), HIGH, model=SINKS, ranks=2),
