@@ -30,6 +30,7 @@ class Yarn:
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
+    truncate: bool = True  # whether the pairs between which frequencies change are whole numbers
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
@@ -191,10 +192,13 @@ class HFConfig:
             raise GeometryError("config.json head_dim", None, rule, CORRECT)
         return hidden // heads
 
-    def rope(self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = ()) -> Rope:
+    def rope(
+        self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = (), any_yarn: bool = False
+    ) -> Rope:
         """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
         extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated, or with
-        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get."""
+        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get. `any_yarn`:
+        whether the family supports YaRN without rounding."""
         settings = self.section("rope_parameters", "rope ") or self.section("rope_scaling", "rope ") or HFConfig({}, "rope ")
         self.read |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
         theta = settings.get("rope_theta", self.get("rope_theta"))
@@ -224,7 +228,7 @@ class HFConfig:
             theta,
             share,
             llama3_factor=_read_llama3(settings) if kind == "llama3" else None,
-            yarn=_read_yarn(settings) if kind == "yarn" else None,
+            yarn=_read_yarn(settings, any_yarn) if kind == "yarn" else None,
         )
         settings.refuse_unread()
         return rope
@@ -242,8 +246,9 @@ def _read_llama3(settings: HFConfig) -> float:
     return settings.number("factor")
 
 
-def _read_yarn(settings: HFConfig) -> Yarn:
-    settings.with_defaults(beta_fast=32.0, beta_slow=1.0).require(truncate=True)
+def _read_yarn(settings: HFConfig, any_yarn: bool) -> Yarn:
+    truncate = settings.with_defaults(beta_fast=32.0, beta_slow=1.0, truncate=True).flag("truncate")
+    settings.require(truncate=truncate if any_yarn else True)
     scaled = settings.get("mscale") is not None or settings.get("mscale_all_dim") is not None
     mscale, of_all = (settings.number("mscale"), settings.number("mscale_all_dim")) if scaled else (None, None)
     yarn = Yarn(
@@ -251,6 +256,7 @@ def _read_yarn(settings: HFConfig) -> Yarn:
         settings.size("original_max_position_embeddings", most=MOST_POSITIONS),
         beta_fast=settings.number("beta_fast"),
         beta_slow=settings.number("beta_slow"),
+        truncate=truncate,
         mscale=mscale,
         mscale_all_dim=of_all,
     )

@@ -64,6 +64,9 @@ def check_layout(model: ModelGeometry, layout: Layout) -> None:
     for kind in dict.fromkeys(model.attention):
         kind.check_ranks(layout.tp, "train.layout.tp")
     check_stages(model.layers, layout)
+    if model.experts is not None and model.experts.swiglu_limit and layout.etp > 1:
+        rule = f"is not supported for {model.family}, because Megatron's experts with biases are not cut over ranks"
+        raise GeometryError("train.layout.etp", layout.etp, rule, "set train.layout.etp = 1")
     if model.experts is None and layout.ep > 1:
         raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
     if model.experts is not None and (count := model.experts.count) % layout.ep:

@@ -37,6 +37,8 @@ class MoEGeometry:
     groups: int = 1  # number of equal groups of experts, of which a token may use `groups_used`
     groups_used: int = 1
     shared_gate: bool = False  # whether the sigmoid of a projection multiplies the result of the shared experts
+    swiglu_limit: float = 0.0
+    """If above 0, router and experts are those of gpt-oss: they have biases, rows of gate and up alternate, and SwiGLU clamps both."""
 
     @property
     def shared_name(self) -> str:

@@ -62,8 +62,9 @@ def build_part(model: ModelGeometry, tp: int, rank: int, ep: int, part: int) -> 
         if stack[0].cut == "vocabulary":
             shards.append(cut_vocabulary(name, stack[0], padded_vocabulary(model.vocab, tp), rank, tp))
         else:
+            stacked = stack[0].expert is not None and not stack[0].pieces[0].tensor.vector  # biases are one vector
             regions = [region for weight in stack for region in _cut(weight, tp, rank, ep)]
-            shards.append(stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack)))
+            shards.append(stack_regions(name, regions, experts=len(stack) * stacked))
     return tuple(shards)
 
 

@@ -141,7 +141,7 @@ def make_server_arguments(
         # the cache size is max-total-tokens; SGLang's own estimate relies on free memory, which other programs use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
         options["max-mamba-cache-size"] = rollout.state_slots  # other models have no states
-        flags.append("disable-overlap-schedule")
+        flags += ["disable-overlap-schedule", "disable-hybrid-swa-memory"]  # layers with a window keep all tokens, as the others
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
 

@@ -51,6 +51,10 @@ def _promised_scales(method: Any) -> str:
     return "pow2" if getattr(getattr(method, "quant_config", None), "scale_fmt", None) == "ue8m0" else "fp32"
 
 
+def _get_router(moe: Any) -> Any:
+    return moe.gate if hasattr(moe, "gate") else moe.router
+
+
 class _Reader(Reader):
     side = "sglang"
 
@@ -75,8 +79,9 @@ class _Reader(Reader):
         mlp, operators, logits = layer.mlp, self.read_modules(layer), None
         if hasattr(mlp, "experts"):
             operators |= self.read_experts(mlp)
-            method = type(getattr(mlp.gate, "quant_method", None)).__name__
-            logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(mlp.gate.weight)  # hooks.fp32_router
+            gate = _get_router(mlp)
+            method = type(getattr(gate, "quant_method", None)).__name__
+            logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(gate.weight)  # hooks.fp32_router
         residual = self.read_residual(layer.input_layernorm)
         if (delta_net := getattr(layer, "linear_attn", None)) is not None:
             return LayerPrecision(operators | self.read_delta(delta_net), residual, None, logits=logits)
@@ -86,7 +91,9 @@ class _Reader(Reader):
         elif not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
         cache, backend = self.read_cache(attention), type(e4m3_cache.get_attention_backend(self.runner.attn_backend)).__name__
-        return LayerPrecision(operators, residual, cache, backend, logits, getattr(attention, "attn_output_gate", False))
+        sinks = self.read_tensor(getattr(attention, "sinks", None))
+        beside = None if sinks is None else Operator({"sinks": sinks})
+        return LayerPrecision(operators, residual, cache, backend, logits, getattr(attention, "attn_output_gate", False), beside)
 
     def read_delta(self, delta_net: Any) -> dict[str, Operator]:
         """Read the convolution and the delta rule, whose windows and states lie in a pool between two passes."""
@@ -129,14 +136,18 @@ class _Reader(Reader):
 
     def read_experts(self, moe: Any) -> dict[str, Operator]:
         """Read the router and the routed experts, whose weights are matrices `[experts, N, K]` of one module."""
-        gate, experts = moe.gate, moe.experts
+        gate, experts = _get_router(moe), moe.experts
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_weighted(gate)
         sides = {"gate_up": "w13_weight", "down": "w2_weight"}
         operators = {f"mlp.experts.{side}": self.read_linear(experts, weight_name=weight) for side, weight in sides.items()}
-        operators = {name: replace(operator, count=gate.weight.shape[0]) for name, operator in operators.items()}
+        for side, weight in sides.items():
+            operator = operators[f"mlp.experts.{side}"].with_inputs(bias=self.read_tensor(getattr(experts, f"{weight}_bias", None)))
+            operators[f"mlp.experts.{side}"] = replace(operator, count=gate.weight.shape[0])
         if (score := getattr(moe, "shared_expert_gate", None)) is not None:
             operators["mlp.shared_experts.score"] = self.read_weighted(score)
-        return {"mlp.router": router.with_inputs(bias=self.read_tensor(getattr(gate, "e_score_correction_bias", None))), **operators}
+        if (correction := self.read_tensor(getattr(gate, "e_score_correction_bias", None))) is not None:
+            router = router.with_inputs(bias=correction)
+        return {"mlp.router": router, **operators}
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, weight_name: str = "weight") -> Operator:
         """Read a linear layer or an embedding."""

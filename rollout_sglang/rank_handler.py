@@ -59,6 +59,7 @@ REPEATABLE = {
 PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 _CONVOLUTION = "conv1d.weight"
+_EXPERT_BIASES = ("w13_weight_bias", "w2_weight_bias")
 _released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 
@@ -209,13 +210,17 @@ def _number(digests: Sequence[str]) -> dict[str, str]:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights that a model serves from, by name. Weights that SGLang keeps transposed for a kernel (INT8 on a GPU) are
-    transposed back; those of a convolution of single channels `[channels, 1, taps]` are matrices. Shared parameters appear once. SGLang's
-    own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
+    transposed back; those of a convolution of single channels `[channels, 1, taps]` are matrices, biases of experts `[experts, n]` one
+    vector. Shared parameters appear once. SGLang's own scales of an FP8 KV cache are left out (`hooks.e4m3_cache`)."""
     return {
-        name: _by_rows(parameter.detach().squeeze(1) if name.endswith(_CONVOLUTION) else parameter.detach())
+        name: _by_rows(_flatten(name, parameter.detach()))
         for name, parameter in model.named_parameters()
         if parameter.dim() > 0 or not name.endswith((".k_scale", ".v_scale"))
     }
+
+
+def _flatten(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.squeeze(1) if name.endswith(_CONVOLUTION) else tensor.view(-1) if name.endswith(_EXPERT_BIASES) else tensor
 
 
 def _by_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from megatron_rl.config import Config
 from megatron_rl.cost.weights import count_kv_bytes_per_token, count_state_bytes_per_request
 from megatron_rl.cost.workload import Workload
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.hf.checkpoint_format import find_checkpoint_format
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format, stores_mxfp4
 from parallel.mtp_layers import list_mtp_tensors
 from parallel.wrappers import unwrap
 
@@ -66,7 +66,16 @@ def describe(line: dict[str, Any]) -> Row:
     format = find_checkpoint_format(config)
     kv, states = count_kv_bytes_per_token(job, 1), count_state_bytes_per_request(job, 1)
     cache = f"{kv:,} + {states / 2**20:.1f} MiB" if states else f"{kv:,}"
-    return Row(name, (f"`{job.model.family}`", f"{parameters:,}", published, cache, format.name.upper() if format else "BF16"))
+    return Row(
+        name,
+        (
+            f"`{job.model.family}`",
+            f"{parameters:,}",
+            published,
+            cache,
+            "MXFP4" if stores_mxfp4(config) else format.name.upper() if format else "BF16",
+        ),
+    )
 
 
 def _agrees(published: str, parameters: int, mtp: int) -> bool:

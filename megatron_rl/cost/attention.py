@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_rl.cost.operators import Operator, RankShapes, column_input, norm_bytes, row_input
-from parallel.attention import AttentionKind, GatedDeltaNet, LatentAttention, SoftmaxAttention
+from parallel.attention import AttentionKind, GatedDeltaNet, LatentAttention, SinkAttention, SoftmaxAttention
 from parallel.attention.gated_delta_net import SPAN
 
 
@@ -91,6 +91,7 @@ def _list_delta(shapes: RankShapes, kind: GatedDeltaNet) -> Iterator[Operator]:
 
 _OPERATORS: dict[type[AttentionKind], Callable[[RankShapes, Any], Iterator[Operator]]] = {
     SoftmaxAttention: _list_softmax,
+    SinkAttention: _list_softmax,
     LatentAttention: _list_latent,
     GatedDeltaNet: _list_delta,
 }

@@ -175,7 +175,7 @@ class TokenFlops(NamedTuple):
 
 def count_flops_per_token(job: Workload) -> TokenFlops:
     model = job.model
-    attention = sum(job.mean_sequence * kind.flops_per_position + kind.flops_per_token for kind in model.attention)
+    attention = sum(kind.count_positions(job.mean_sequence) * kind.flops_per_position + kind.flops_per_token for kind in model.attention)
     return TokenFlops(count_linear_flops(job, QUANTIZED_ROLES), attention, 2 * (1 if model.value_head else model.vocab) * model.hidden)
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.hub import HUB_PREFIX, find_model_folder
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf.checkpoint_format import find_checkpoint_format
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format, stores_mxfp4
 from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import HFCheckpoint
@@ -140,7 +140,7 @@ def _loads_directly(folder: Path, option: str, hf_config: dict[str, Any], contra
     """Return whether the engine can load this Hugging Face folder without conversion. Raise UserError if it cannot be converted either."""
     stored, wanted = find_checkpoint_format(hf_config), contract.engine_format
     if stored is None:
-        return not wanted.quantized
+        return not wanted.quantized and not stores_mxfp4(hf_config)
     if not wanted.quantized:
         return False
     if stored.name != wanted.name:

@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.checkpoint_format import find_checkpoint_format
+from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_stack, list_mxfp4
 from megatron_rl.hf.files import INDEX, SINGLE, list_large_files, read_index
+from megatron_rl.hf.stacks import Mxfp4Slice, PartSlice
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
@@ -136,14 +137,23 @@ class HFCheckpoint:
         self.check_copies(model)
 
     def _check_stacks(self, model: ModelGeometry) -> None:
-        """Raise UserError if a stack of experts is not [E, rows, columns] for the model's number of experts E."""
+        """Raise UserError if a stack of experts is not [E, ...] for the model's number of experts E, or lacks a part."""
         count = model.experts.count if model.experts else 0
-        for name in {self._find_stored(tensor.name) for tensor in model.tensors().values()} - model.tensors().keys():
-            if name not in self._file_of:
+        for stored in {self._list_stored(tensor.name) for tensor in model.tensors().values()}:
+            if stored[0] not in self._file_of or (len(stored) == 1 and stored[0] in model.tensors()):
                 continue
-            shape = self._open_file(self._file_of[name]).get_slice(name).get_shape()
-            if len(shape) != 3 or shape[0] != count:
-                raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
+            for name in stored:
+                if name not in self._file_of:
+                    raise self._error(f"tensor {name} is missing", "the checkpoint is incomplete")
+                view = self._open_file(self._file_of[name]).get_slice(name)
+                shape = view.get_shape()
+                if len(shape) < 2 or shape[0] != count:
+                    raise self._error(f"tensor {name} has shape {shape}, config.json says {count} experts", "correct config.json")
+                if len(stored) > 1 and view.get_dtype() != "U8":
+                    raise self._error(f"tensor {name} is {view.get_dtype()}, must be U8 in MXFP4", "the checkpoint is damaged")
+            blocks, *scales = (self._open_file(self._file_of[name]).get_slice(name).get_shape() for name in stored)
+            if scales and (scales[0] != blocks[:-1] or blocks[3:] != [16]):
+                raise self._error(f"tensor {stored[1]} has shape {scales[0]}, but {stored[0]} {blocks}", "the checkpoint is damaged")
 
     def check_copies(self, model: ModelGeometry) -> None:
         """Raise UserError if a stored copy of the embedding or output layer, which is not read, differs from the original."""
@@ -201,7 +211,7 @@ class HFCheckpoint:
         dtypes = (format.safetensors_dtype,) if format else _HIGH
         self._check_tensor(tensor.name, list(tensor.shape), dtypes)
         if format is None:
-            return {self._find_stored(tensor.name)}
+            return set(self._list_stored(tensor.name))
         name, scale_dtype = format.scale_name(tensor.name), format.scale.safetensors_dtype
         scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
         self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
@@ -325,15 +335,25 @@ class HFCheckpoint:
 
     def _find_stored(self, name: str) -> str:
         """Return the name of the stored tensor that holds a tensor: its own, or that of a stack of all experts."""
+        if (part := find_stack(name)) is not None:
+            return next((each for each in list_mxfp4(part[0]) if each in self._file_of), part[0])
         match = _EXPERT.fullmatch(name)
         if match is None or name in self._file_of:
             return name
         stack = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
         return stack if stack in self._file_of else name
 
+    def _list_stored(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that hold a tensor: one, or the bytes and scales of a stack in MXFP4."""
+        stored = self._find_stored(name)
+        return list_mxfp4(stored.removesuffix("_blocks")) if stored.endswith("_blocks") else (stored,)
+
     def _slice(self, name: str) -> Any:
         stored = self._find_stored(name)
         view = self._open_file(self._file_of[stored]).get_slice(stored)
+        if (part := find_stack(name)) is not None:
+            views = [self._open_file(self._file_of[each]).get_slice(each) for each in self._list_stored(name)]
+            return Mxfp4Slice(*views, part[1]) if len(views) > 1 else PartSlice(view, part[1])
         return view if stored == name else _ExpertSlice(view, *_EXPERT.fullmatch(name).groups()[1:])  # type: ignore[union-attr]
 
     def _refuse_non_finite(self, name: str, values: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.hf.checkpoint_format import find_stack
 from megatron_rl.hf.files import INDEX, SINGLE, list_kept_files
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.model_geometry import ModelGeometry
@@ -63,21 +64,29 @@ def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer_from: Path | None, file_bytes: int = FILE_BYTES
 ) -> None:
     """Write named tensors, config.json and tokenizer files into an existing folder."""
+    from megatron_rl.hf.stacks import join_parts  # imports torch
+
     write_all_but_weights(folder, config, tokenizer_from)
+    tensors = join_parts(tensors)
     files = cut_into_files({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes)
     numbered = ((folder / name_file(number, len(files)), names) for number, names in enumerate(files))
     write_index(folder, [write_file(path, {name: tensors[name] for name in names}) for path, names in numbered])
 
 
 def cut_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[str]]:
-    """Return the tensor names of each file, in the order of `sizes` (bytes by name). A file has at most `file_bytes`, or one tensor."""
+    """Return the tensor names of each file, in the order of `sizes` (bytes by name). A file has at most `file_bytes`, or one tensor, or
+    all parts of one."""
     files: list[list[str]] = [[]]
+    parts: dict[str, list[str]] = {}
+    for name in sizes:
+        parts.setdefault((find_stack(name) or (name,))[0], []).append(name)
     total = 0
-    for name, size in sizes.items():
+    for names in parts.values():
+        size = sum(map(sizes.__getitem__, names))
         if files[-1] and total + size > file_bytes:
             files.append([])
             total = 0
-        files[-1].append(name)
+        files[-1] += names
         total += size
     return files
 

@@ -15,6 +15,7 @@ DeepSeek-V3, SiLU, and softplus differ in their last bit at the end of a tensor 
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -159,11 +160,14 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 class InvariantRouting(InvariantMatmuls):
-    """Context manager in which a router's logits (`torch.mm(x, weight.t())`) are `invariant_matmul` and its sigmoids are `sigmoid`."""
+    """Context manager in which a router's logits (`torch.mm(x, weight.t())`, or `torch.addmm` with a bias) are `invariant_matmul`, and its
+    sigmoids are `sigmoid`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.mm:
             return invariant_matmul(args[0], args[1].t())
+        if function is torch.addmm:
+            return invariant_matmul(args[1], args[2].t()) + args[0]
         if function in (torch.sigmoid, torch.Tensor.sigmoid):
             return sigmoid(args[0])
         return super().__torch_function__(function, types, args, kwargs)
@@ -174,13 +178,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, scale: float) -> torch.Tensor:
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    last: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
+) -> torch.Tensor:
     """Return softmax(scale q k^T) v `[b, h, s, e]`, computed in FP32, in the dtype of query. No gradient.
 
     Args:
         query: `[b, h, s, d]`.
         key, value: `[b, g, t, d]` and `[b, g, t, e]`, with grouped-query heads if g < h. All keys must be finite.
         last: int64 `[b, s]`, index of the last key that each query attends to.
+        sinks: `[h]`, a logit of each head beside the scores; its weight multiplies nothing.
+        window: number of keys up to the last that a query attends to; 0: all.
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
@@ -189,22 +203,32 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
     step = min(_QUERIES_PER_STEP, max(1, MAX_SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
         part = slice(start, start + step)
+        beside = None if sinks is None else sinks.float().view(groups, -1, 1).expand(-1, -1, last[:, part].shape[1]).flatten(1)
         rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
-        attended = _attend(rows, key, value, last[:, part])
+        attended = _attend(rows, key, value, last[:, part], beside, window)
         result[:, :, part] = attended.reshape(batch, heads, -1, value.shape[-1])
     return result
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, sinks: torch.Tensor | None, window: int
+) -> torch.Tensor:
     """Return `attention` of few queries, already scaled, with the heads of a group stacked: `[b, g, heads * s, e]` of
-    `[b, g, heads * s, d]`. Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query add zero."""
+    `[b, g, heads * s, d]`. Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order. Chunks beyond the last key of a query, and before its
+    window, add zero. A chunk before all others holds the sinks `[g, heads * s]`, and has no values."""
     rows, scoring = query.shape[2], _choose_scoring()
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
-    scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, :length])
-    masked = torch.arange(length) > last[:, None, None, :, None]
+    first = max(0, int(last.min()) + 1 - window) // KEYS_PER_PRODUCT * KEYS_PER_PRODUCT if window else 0
+    scores = scoring.score(append_zeros(query, -2, scoring.min_rows - rows), key[:, :, first:length])
+    numbers, ends = torch.arange(first, length), last[:, None, None, :, None]
+    masked = (numbers > ends) | (numbers <= ends - window) if window else numbers > ends
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(masked, -torch.inf)
-    weights = scores.softmax(-1)
-    chunks = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, :length].split(KEYS_PER_PRODUCT, 2), strict=True)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        beside = F.pad(sinks.unsqueeze(-1), (0, KEYS_PER_PRODUCT - 1, 0, scores.shape[2] - rows), value=-torch.inf)
+        weights = torch.cat([beside.expand(len(scores), -1, -1, -1), scores], -1).softmax(-1)[..., KEYS_PER_PRODUCT:]
+    chunks = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, first:length].split(KEYS_PER_PRODUCT, 2), strict=True)
     total, *others = (part @ values for part, values in chunks)
     for other in others:
         total += other
@@ -253,6 +277,31 @@ def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
         wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # torch fuses only equal widths of query, key and value
         result = F.scaled_dot_product_attention(query, key, wide, is_causal=True, scale=scale, enable_gqa=True)[..., : value.shape[-1]]
     return torch.autograd.grad(result, inputs, gradient)
+
+
+def sink_attention_gradients(
+    inputs: tuple[torch.Tensor, ...], sinks: torch.Tensor, gradient: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query, key and value, and of the sinks in FP32, of causal `attention` in a window. One sequence and one group
+    of heads at a time has its scores in memory."""
+    per_group, tokens = inputs[0].shape[1] // inputs[1].shape[1], inputs[0].shape[2]
+    ends = torch.arange(tokens)[:, None]
+    masked = (torch.arange(tokens) > ends) | (torch.arange(tokens) <= ends - (window or tokens))
+    results, of_sinks = [torch.empty_like(x) for x in inputs], torch.zeros_like(sinks, dtype=torch.float32)
+    for number, group in itertools.product(range(len(gradient)), range(inputs[1].shape[1])):
+        heads = slice(group * per_group, (group + 1) * per_group)
+        places = [(number, heads), (number, slice(group, group + 1)), (number, slice(group, group + 1))]
+        with torch.enable_grad():
+            query, key, value = parts = [x[place].detach().float().requires_grad_() for x, place in zip(inputs, places, strict=True)]
+            own = sinks[heads].detach().float().requires_grad_()
+            scores = (query @ key.transpose(-1, -2) * scale).masked_fill(masked, -torch.inf)
+            beside = own[:, None, None].expand(-1, tokens, 1)
+            result = torch.cat([scores, beside], -1).softmax(-1)[..., :-1] @ value
+        *found, of_own = torch.autograd.grad(result, [*parts, own], gradient[number, heads].float())
+        for into, place, part in zip(results, places, found, strict=True):
+            into[place] = part
+        of_sinks[heads] += of_own
+    return *results, of_sinks
 
 
 class _CausalAttention(torch.autograd.Function):

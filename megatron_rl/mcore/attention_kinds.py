@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from parallel.attention import AttentionKind, GatedDeltaNet, LatentAttention, SoftmaxAttention
+from parallel.attention import AttentionKind, GatedDeltaNet, LatentAttention, SinkAttention, SoftmaxAttention
 from parallel.model_geometry import ModelGeometry
 
 
@@ -45,11 +45,12 @@ def _latent_options(kind: LatentAttention) -> dict[str, Any]:
     }
     if kind.rope.yarn is None:  # Megatron scales the softmax by the rotary scaling factor even without YaRN
         return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return {**options, "rope_type": "yarn", **asdict(kind.rope.yarn)}
+    return {**options, "rope_type": "yarn", **{name: value for name, value in asdict(kind.rope.yarn).items() if name != "truncate"}}
 
 
 _OPTIONS: dict[type[AttentionKind], Callable[[Any], dict[str, Any]]] = {
     SoftmaxAttention: _softmax_options,
+    SinkAttention: _softmax_options,  # the layer reads its own window
     LatentAttention: _latent_options,
     GatedDeltaNet: lambda kind: {},  # the layer reads its own kind
 }

@@ -140,4 +140,5 @@ def _tag_experts(model: GPTModel) -> None:
     are sharded as the rest (ep = 1, etp = tp)."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
-            module.weight.allreduce = False
+            for parameter in module.parameters(recurse=False):
+                parameter.allreduce = False  # type: ignore[attr-defined]

@@ -68,7 +68,15 @@ class _Reader(Reader):
         if isinstance(attention, GatedDeltaNetLayer):
             return LayerPrecision(operators | self.read_delta(attention), self.residual, None, logits=logits)
         cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
-        return LayerPrecision(operators, self.residual, cache, core, logits, attention.config.attention_output_gate)
+        sinks = attention.core_attention.softmax_offset
+        beside = None if sinks is None else self.read_sinks(sinks)
+        return LayerPrecision(operators, self.residual, cache, core, logits, attention.config.attention_output_gate, beside)
+
+    def read_sinks(self, sinks: Any) -> Operator:
+        format, hidden = self.read_tensor(sinks), self.hidden
+        assert format is not None
+        trained = ("sinks",) if sinks.requires_grad else ()
+        return Operator({"sinks": format}, gradients=Gradients(hidden, format, hidden, hidden, *_gradient_and_master(sinks), trained))
 
     def read_delta(self, attention: GatedDeltaNetLayer) -> dict[str, Operator]:
         """Read the convolution and the delta rule, whose state is float32 whatever its inputs are (`kernels.gated_delta`)."""
@@ -96,7 +104,9 @@ class _Reader(Reader):
         router, experts = moe.router, getattr(moe.experts, "local_experts", None)
         if experts is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
-        operators = {"mlp.router": self.read_weighted(router).with_inputs(bias=self.read_tensor(getattr(router, "expert_bias", None)))}
+        operators = {"mlp.router": self.read_weighted(router)}
+        if (correction := self.read_tensor(getattr(router, "expert_bias", None))) is not None:
+            operators["mlp.router"] = operators["mlp.router"].with_inputs(bias=correction)
         for side, module in (("gate_up", "linear_fc1"), ("down", "linear_fc2")):
             layers = [getattr(expert, module) for expert in experts]
             operator, *others = (replace(self.read_linear(layer), count=router.weight.shape[0]) for layer in layers)

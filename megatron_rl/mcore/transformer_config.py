@@ -33,6 +33,7 @@ class QuantizedTransformerConfig(TransformerConfig):
     attention_length: float = math.inf  # see `ModelGeometry.attention_length`
     attention: tuple[AttentionKind, ...] = ()  # of each layer of the whole model
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
+    swiglu_limit: float = 0.0  # see `MoEGeometry.swiglu_limit`
     yarn_rotary_scaling_factor: float = 1.0  # with the next two, what Megatron's plain attention multiplies cosines and sines by
     yarn_mscale: float | None = None
     yarn_mscale_all_dim: float | None = None
@@ -52,6 +53,7 @@ def build_transformer_config(
     """Return Megatron's config of a model."""
     dtype, quantized = getattr(torch, contract.high_format.dtype), contract.trainer_format.quantized
     attention = attention_options(geometry)
+    clamps = geometry.experts is not None and geometry.experts.swiglu_limit > 0  # gpt-oss, where all linear layers have biases
     return (QuantizedMLATransformerConfig if attention.get("multi_latent_attention") else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
@@ -60,12 +62,12 @@ def build_transformer_config(
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=geometry.norm_eps,
-        add_bias_linear=False,
+        add_bias_linear=clamps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,  # both fusions need torch.compile and a C++ compiler
-        use_te_activation_func=swiglu.is_fused(),  # our `SwiGLU`, chosen by the layer spec
+        use_te_activation_func=clamps or swiglu.is_fused(),  # our activation, chosen by the layer spec
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         calculate_per_token_loss=True,  # gradients are summed over replicas and divided by all their tokens
@@ -83,6 +85,7 @@ def build_transformer_config(
         attention_length=geometry.attention_length,
         attention=geometry.attention,
         zero_centered_norms=geometry.zero_centered_norms,
+        swiglu_limit=geometry.experts.swiglu_limit if geometry.experts else 0.0,
         hetereogenous_dist_checkpoint=len(set(geometry.attention)) > 1,  # otherwise Megatron stacks the tensors of all layers
         trained_mtp_layers=geometry.mtp_layers if geometry.trains_mtp else 0,
         at_once=(train.count_at_once(layout, quantized, False), train.count_at_once(layout, quantized, True)),

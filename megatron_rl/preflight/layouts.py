@@ -8,7 +8,8 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
-from parallel.attention import GatedDeltaNet
+from parallel.attention import GatedDeltaNet, SinkAttention
+from parallel.formats import FP8
 from parallel.hf_config import MOST_POSITIONS, HFConfig
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
@@ -165,7 +166,15 @@ def gpu_experts_do_not_use_the_tree(facts: Facts) -> None:
 def engine_can_quantize_the_attention(facts: Facts) -> None:
     for kind in dict.fromkeys(facts.model.attention):
         if reason := kind.refuse_engine_format(facts.contract.engine_format):
-            raise UserError("precision.mode", facts.contract.mode, f"is not supported for {reason}", "use fp8_rollout")
+            fix = "use bf16" if kind.refuse_engine_format(FP8) else "use fp8_rollout"
+            raise UserError("precision.mode", facts.contract.mode, f"is not supported for {reason}", fix)
+
+
+@rule(Needs.MODEL | Needs.NODE)
+def sinks_are_computed_on_a_cpu(facts: Facts) -> None:
+    if facts.node_gpus and any(isinstance(kind, SinkAttention) for kind in facts.model.attention):
+        rule = "is a family whose attention with sinks has no kernel for GPUs yet"
+        raise UserError(facts.option, facts.model.family, rule, "use another model, or CPUs")
 
 
 @rule(Needs.MODEL)

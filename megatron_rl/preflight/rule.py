@@ -52,7 +52,7 @@ GRAPH = ~Needs.TASK
 PLAN = Needs.TRAINER | Needs.MODEL
 LAYOUTS = Needs.LAYOUT | Needs.ENGINE | Needs.NODE  # checked for each planned layout
 EVAL = Needs.ENGINE | Needs.LAUNCH | Needs.NODE | Needs.MACHINE | Needs.PLUGS | Needs.TASK
-EVAL_MODEL = Needs.MODEL | Needs.ENGINE  # checked for each evaluated model
+EVAL_MODEL = Needs.MODEL | Needs.ENGINE | Needs.NODE  # checked for each evaluated model
 
 
 @dataclass(frozen=True, eq=False)

@@ -298,6 +298,9 @@ def lora_fits_the_model(facts: Facts) -> None:
     if facts.model.experts is not None and on_gpu and {"linear_fc1", "linear_fc2"} & set(lora.targets):
         rule = "adapts layers of experts, which an engine on a GPU computes in a single kernel without support for adapters"
         raise UserError("lora.targets", list(lora.targets), rule, "only adapt attention: linear_qkv, linear_proj")
+    if facts.model.experts is not None and facts.model.experts.swiglu_limit and {"linear_fc1", "linear_fc2"} & set(lora.targets):
+        rule = f"adapts layers of experts, which is not supported for {facts.model.family}"
+        raise UserError("lora.targets", list(lora.targets), rule, "only adapt attention: linear_qkv, linear_proj")
     adapted = {name for kind in facts.model.attention for name in kind.adapted} | {"linear_fc1", "linear_fc2"}
     if absent := [each for each in lora.targets if each not in adapted]:
         rule, rest = f"adapts {absent[0]}, which the model's attention does not have", [each for each in lora.targets if each not in absent]

@@ -10,6 +10,7 @@ To add a kind, add its file here and a row to each table.
 from parallel.attention.base import AttentionKind
 from parallel.attention.gated_delta_net import GatedDeltaNet
 from parallel.attention.latent import Indexer, LatentAttention
+from parallel.attention.sinks import SinkAttention
 from parallel.attention.softmax import SoftmaxAttention
 
-__all__ = ["AttentionKind", "GatedDeltaNet", "Indexer", "LatentAttention", "SoftmaxAttention"]
+__all__ = ["AttentionKind", "GatedDeltaNet", "Indexer", "LatentAttention", "SinkAttention", "SoftmaxAttention"]

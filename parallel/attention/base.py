@@ -68,6 +68,10 @@ class AttentionKind:
         """Width of what context-parallel ranks exchange for a token: queries, keys, values and the result."""
         raise NotImplementedError
 
+    def count_positions(self, length: float) -> float:
+        """Return what multiplies `flops_per_position` for sequences of a length."""
+        return length
+
     def refuse_engine_format(self, format: TensorFormat) -> str:
         """Return why SGLang cannot serve the kind with weights in a format, or ""."""
         return ""

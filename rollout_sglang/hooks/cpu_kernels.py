@@ -142,13 +142,13 @@ def run_extend_attention(
 ) -> torch.Tensor:
     """Compute the attention of prompts, request by request. query `[tokens, heads, d]` holds the requests one after the other. The first
     `extend_prefix_lens` of a request's `seq_lens` tokens are cached. See `run_decode_attention` for the other arguments."""
-    _refuse_special(encoder_lens, sliding_window_size)
+    beside = _get_sinks_and_window(self, encoder_lens, sliding_window_size)
     start = 0
     requests = (values.tolist() for values in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens))
     for row, length, cached, new in zip(*requests, strict=True):
         tokens = slice(start, start + new)
         slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
-        output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling)[0].transpose(0, 1)
+        output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling, *beside)[0].transpose(0, 1)
         start += new
     return output
 
@@ -169,21 +169,33 @@ def run_decode_attention(
 ) -> torch.Tensor:
     """Compute the attention of one decoded token per request, with all requests in one padded batch. query: `[requests, heads, d]`;
     caches: `[slots, kv heads, d]`; row r of `req_to_token` lists the slots of request r's tokens."""
-    _refuse_special(encoder_lens, sliding_window_size)
+    beside = _get_sinks_and_window(self, encoder_lens, sliding_window_size)
     longest = int(seq_lens.max())
     visible = torch.arange(longest, device=query.device)[None, :] < seq_lens[:, None]
     slots = req_to_token[req_pool_indices, :longest].masked_fill(~visible, 0)
-    output.copy_(_attention(query.unsqueeze(2), k_cache, v_cache, slots, seq_lens[:, None].long() - 1, scaling).squeeze(2))
+    last = seq_lens[:, None].long() - 1
+    output.copy_(_attention(query.unsqueeze(2), k_cache, v_cache, slots, last, scaling, *beside).squeeze(2))
     return output
 
 
-def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int | None) -> None:
-    if encoder_lens is not None or (sliding_window_size is not None and sliding_window_size >= 0):
-        raise NotImplementedError("cross attention and sliding windows are not supported on the CPU tier")
+def _get_sinks_and_window(backend: Any, encoder_lens: torch.Tensor | None, sliding_window_size: int | None) -> tuple[Any, int]:
+    """Return the sinks `[heads]` that `hooks.gpt_oss.take_sinks` has put down, and the number of keys of a window, 0 without one. SGLang's
+    size leaves out the token itself."""
+    if encoder_lens is not None:
+        raise NotImplementedError("cross attention is not supported on the CPU tier")
+    has_window = sliding_window_size is not None and sliding_window_size >= 0
+    return getattr(backend, "sinks", None), sliding_window_size + 1 if has_window else 0
 
 
 def _attention(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    last: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    window: int,
 ) -> torch.Tensor:
     """Return `batch_invariant.attention` `[b, h, s, e]` of query `[b, h, s, d]` over the cache's `slots` `[b, t]`. Slot 0, which holds
     no token, pads the last product of keys. Padding the keys and values themselves would copy them."""
@@ -191,7 +203,7 @@ def _attention(
     slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # in the cache seen as [slots * heads, d]
     keys, values = (read_rows(cache, rows.flatten(), v_cache.shape[-1]).view(*rows.shape, -1) for cache in (k_cache, v_cache))
-    return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)
+    return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale, sinks, window)
 
 
 def get_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:

@@ -12,6 +12,7 @@ all-reduce adds up over ranks.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 from megatron_rl.kernels.batch_invariant import InvariantRouting
 from megatron_rl.kernels.experts.expert_sum import sum_experts
+from megatron_rl.kernels.swiglu.clamped import ALPHA, clamped_swiglu
 from megatron_rl.precision import int8
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
@@ -26,6 +28,11 @@ from rollout_sglang.hooks import adapters, gpu_activation_quant, tree_reduction
 from rollout_sglang.hooks.adapters import ExpertLinear
 from rollout_sglang.hooks.cpu_kernels import multiply_block_fp8, multiply_plain
 from rollout_sglang.hooks.dequant_cache import get_float_weight
+
+
+def _silu_and_multiply(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def run_experts(
@@ -37,19 +44,20 @@ def run_experts(
     num_experts: int,
     tree: bool,
     up: ExpertLinear | None = None,
+    activate: Callable[[torch.Tensor], torch.Tensor] = _silu_and_multiply,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the tensor that SGLang adds up over ranks, `[T, H]` in the dtype of x `[T, H]`: this rank's part, or with `tree` the whole sum
     on the first rank. `weights`: float32 `[T, k]`. `experts`: chosen experts `[T, k]` in this rank's numbering, or -1 for another rank's
     expert. With `tree`, `down` returns float32 partial sums, beside which those of its adapters lie for `up`
-    (`hooks.adapters.adapt_partial_sums`)."""
+    (`hooks.adapters.adapt_partial_sums`). `bias` `[E, H]` is added to the experts' outputs."""
     chosen, choice = experts.flatten().long().sort(stable=True)
     chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
     tokens, counts = choice // experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()
     parts = []
     for expert, rows in enumerate(tokens.split(counts)):
         if len(rows):
-            gate, value = gate_up(x[rows], expert).chunk(2, dim=-1)
-            parts.append(down(F.silu(gate) * value, expert))
+            parts.append(down(activate(gate_up(x[rows], expert)), expert))
     y = torch.cat(parts) if parts else x.new_empty(0, x.shape[1])
     ranks = get_ranks() if tree else None
     if ranks is not None:
@@ -57,6 +65,8 @@ def run_experts(
     if up is not None:
         y, h = y[:, : x.shape[1]], y[:, x.shape[1] :].split(counts)
         y = y + torch.cat([y[:0], *(up(part, expert) for expert, part in enumerate(h) if len(part))])
+    if bias is not None and (tree or get_ranks().moe_tp_group.rank_in_group == 0):
+        y = y + bias[chosen]
     weighted = (y.float() * weights.flatten()[choice, None]).to(x.dtype)
     if ranks is None:
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, tokens, weighted.float()).to(x.dtype)
@@ -141,8 +151,10 @@ def _apply_experts(method: Any, layer: Any, dispatch_output: Any, multiply: Call
     config = method.moe_runner_config
     swiglu = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
     with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method lacks this attribute
-    if not swiglu or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
-        raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
+    clamped, activate, of_down = config.gemm1_alpha == ALPHA and config.gemm1_clamp_limit is not None, _silu_and_multiply, None
+    plain = not with_bias and config.gemm1_alpha is None
+    if not swiglu or config.swiglu_limit is not None or not (plain or (clamped and with_bias)):
+        raise NotImplementedError("experts other than silu(gate) * up, or those of gpt-oss, are not supported on the CPU tier")
     routing, by_tree = dispatch_output.topk_output, tree_reduction.sums_by_tree()
 
     def down_in_parts(x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -150,9 +162,14 @@ def _apply_experts(method: Any, layer: Any, dispatch_output: Any, multiply: Call
             return down(x, expert)
 
     first = adapters.adapt_experts(layer, "w13", gate_up)
+    if with_bias:
+        first, of_down = (lambda x, expert: gate_up(x, expert) + layer.w13_weight_bias[expert]), layer.w2_weight_bias
+        activate = partial(clamped_swiglu, limit=config.gemm1_clamp_limit)
     last, up = adapters.adapt_partial_sums(layer, down_in_parts) if by_tree else (adapters.adapt_experts(layer, "w2", down), None)
     x, weights = dispatch_output.hidden_states, routing.topk_weights.float()
-    return make_combine_input(run_experts(x, weights, routing.topk_ids, first, last, config.num_local_experts, by_tree, up))
+    return make_combine_input(
+        run_experts(x, weights, routing.topk_ids, first, last, config.num_local_experts, by_tree, up, activate, of_down)
+    )
 
 
 def get_ranks() -> Any:

@@ -44,10 +44,10 @@ def attend_in_units(
     """Wrap `RadixAttention.forward` for q `[tokens, heads * d]`, k and v `[tokens, kv heads * d]`."""
     if not scales_by_layer():
         return original(self, q, k, v, batch, save_kv_cache, **named)
-    if k is None or v is None or not save_kv_cache or named:
+    if k is None or v is None or not save_kv_cache or named.keys() - {"sinks"}:
         raise NotImplementedError(f"an E4M3 KV cache that is written elsewhere, or with {list(named)}, is not supported")
     key_scale, value_scale = self.kv_scales.unbind()
-    return original(self, q * key_scale, to_units(k, key_scale), to_units(v, value_scale), batch) * value_scale
+    return original(self, q * key_scale, to_units(k, key_scale), to_units(v, value_scale), batch, **named) * value_scale
 
 
 def check_copies(model: torch.nn.Module) -> None:

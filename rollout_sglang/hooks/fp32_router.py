@@ -16,12 +16,13 @@ def compute_router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 def use_fp32_gate(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Qwen3MoeSparseMoeBlock.__init__`: let the gate use `compute_router_logits`."""
+    """Wrap `Qwen3MoeSparseMoeBlock.__init__` and others: let the gate, which gpt-oss names `router`, use `compute_router_logits`."""
     original(moe_layer, *args, **kwargs)
-    method_name = type(moe_layer.gate.quant_method).__name__
+    gate = moe_layer.gate if hasattr(moe_layer, "gate") else moe_layer.router
+    method_name = type(gate.quant_method).__name__
     if method_name != "UnquantizedLinearMethod":
         raise NotImplementedError(f"a router in {method_name} is outside the precision contract")
-    moe_layer.gate.quant_method = _make_router_method()()
+    gate.quant_method = _make_router_method()()
 
 
 def use_model_dtype(original: Callable[..., Any], gate: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,8 +43,7 @@ def _make_router_method() -> type:
 
     class Fp32RouterMethod(UnquantizedLinearMethod):
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            if bias is not None:
-                raise NotImplementedError("a router with a bias is outside the precision contract")
-            return compute_router_logits(x, layer.weight)
+            logits = compute_router_logits(x, layer.weight)
+            return logits if bias is None else logits + bias.float()
 
     return Fp32RouterMethod

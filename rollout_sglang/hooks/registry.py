@@ -49,6 +49,7 @@ def _list_hooks() -> list[Hook]:
         (_ATTENTION + "forward", e4m3_cache.attend_in_units, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
+        ("sglang.srt.models.gpt_oss.GptOssSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
@@ -104,7 +105,7 @@ def list_blackwell_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, gated_delta, seeded_sampling, startup
+    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, gated_delta, gpt_oss, seeded_sampling, startup
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -132,6 +133,10 @@ def list_cpu_hooks() -> list[Hook]:
         (_KV_POOLS + "MLATokenToKVPool._create_buffers", e4m3_cache.create_latent_buffers, "AROUND"),
         (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", e4m3_cache.set_latents, "AROUND"),
         (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", e4m3_cache.get_latents, "AROUND"),
+        ("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", gpt_oss.allow_torch_attention, "AROUND"),
+        ("sglang.srt.models.gpt_oss.GptOssDecoderLayer.__init__", gpt_oss.keep_dtypes, "AROUND"),
+        (_TORCH_ATTENTION + "forward_extend", gpt_oss.take_sinks, "AROUND"),
+        (_TORCH_ATTENTION + "forward_decode", gpt_oss.take_sinks, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
         (_BACKEND_REGISTRY + "get_handler", cpu_kernels.get_handler, "AROUND"),

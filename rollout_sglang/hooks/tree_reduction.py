@@ -75,10 +75,10 @@ def run_row_parallel(
         with partial_sums():
             partial = self.quant_method.apply(self, input_, bias=None)
     y = add_over_ranks(partial, self.tp_group, input_.dtype)
-    if self.bias is not None and not self.skip_bias_add:
-        y = y + self.bias
     if has_adapter:
         y = adapters.add_to_row_sum(self, input_, y, add_over_ranks)
+    if self.bias is not None and not self.skip_bias_add:  # as Megatron, which adds it with the residual stream
+        y = y + self.bias
     if summed_later:
         y = keep_on_first_rank(y, self.tp_group)
     return y, self.bias if self.skip_bias_add else None

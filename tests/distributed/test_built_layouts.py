@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from support.families import cut_everything
+from support.families import QUANTIZED, cut_everything
 from support.trainer import load_model_chunks
 
 from megatron_rl.config import PrecisionConfig
@@ -28,7 +28,7 @@ BF16, FP32_SCALES = {"mode": "bf16", "high": "fp32"}, UNIFIED | {"scale_format":
 ONLY_ENGINE = [name for name, mode in MODES.items() if mode.engine and not mode.trainer]
 INT8 = {"mode": "int8_rollout", "high": "bf16"}
 CASES = [
-    *((name, cut_everything(name), UNIFIED) for name in FAMILIES),
+    *((name, cut_everything(name), UNIFIED if name in QUANTIZED else BF16) for name in FAMILIES),
     ("qwen3", Layout(pp=2, vpp=2, dp=2), FP32_SCALES),
     ("qwen3", Layout(tp=2, cp=2), ROLLOUT),
     ("qwen3", Layout(tp=4), BF16),  # more ranks than key-value heads

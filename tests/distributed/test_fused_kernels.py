@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from support import fake_gpu_libraries, trainer
+from support.families import QUANTIZED
 from support.models import FP8, FP32, random_sequences
 from support.trainer import STILL, Trainer, latent_attention, own
 
@@ -24,7 +25,6 @@ from megatron_rl.mcore.layers.attention import mla, self_attention
 from megatron_rl.mcore.layers.moe import experts
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph
-from parallel.families import FAMILIES
 from parallel.layout import Layout
 
 LAYERS, SPARSE, EXPERTS = 2, 1, 8
@@ -226,7 +226,7 @@ def test_queries_and_keys_in_one_pass_are_the_same(worlds, model_folder, model, 
         assert_alike(fused, alone, 0.02, 0.02)
 
 
-@pytest.mark.parametrize("name", [name if name in ("glm4", "deepseek_v3") else long(name) for name in FAMILIES])
+@pytest.mark.parametrize("name", [name if name in ("glm4", "deepseek_v3") else long(name) for name in QUANTIZED])
 def test_rotary_positions_and_swiglu_on_a_gpu_are_megatrons(worlds, model_folder, name):
     args = run_gpu_operators, model_folder(name, num_hidden_layers=2), FP32, BATCH[:5]
     ours, megatrons = worlds(1).call(with_and_without, *args)[0]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support import trainer_engine
-from support.families import ENGINE_ARCHITECTURES
+from support.families import ENGINE_ARCHITECTURES, QUANTIZED
 from support.models import random_sequences
 from support.processes import World
 
@@ -29,7 +29,9 @@ MODES = {
     "fp8_layer_kv": {"mode": "fp8_unified", "high": "fp32", "kv": "e4m3_per_layer"},
     "bf16_layer_kv": {"mode": "bf16", "high": "bf16", "kv": "e4m3_per_layer"},
 }
-SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8"), ("glm_moe_dsa", "fp8_bf16")]  # other tests have engines of the other families
+SHORT = [  # other tests have engines of the other families
+    ("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8"), ("glm_moe_dsa", "fp8_bf16"), ("gpt_oss", "bf16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ SHORT = [("glm4_moe", "fp8_layer_kv"), ("qwen3_next", "fp8"), ("glm_moe_dsa", "f
         for family in FAMILIES
         for mode in MODES
         if not ("kv_lora_rank" in ENGINE_ARCHITECTURES[family] and "layer_kv" in mode)  # refused
+        and (family in QUANTIZED or "fp8" not in mode)
     ],
 )
 def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
@@ -90,6 +93,11 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         ("qwen3_5_text", Layout(tp=2, pp=2), {"tp": 2}, "fp8_bf16"),
         ("qwen3_5_moe_text", Layout(cp=2), {}, "fp8_kv"),
         ("qwen3_5_moe_text", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
+        ("gpt_oss", Layout(tp=2, etp=1), {"tp": 2}, "bf16"),
+        ("gpt_oss", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "fp32"),
+        ("gpt_oss", Layout(pp=2), {}, "bf16"),
+        ("gpt_oss", Layout(cp=2, ep=2, etp=1), {"tp": 2}, "bf16_kv"),
+        ("gpt_oss", Layout(dp=2, ep=2), {"tp": 2}, "bf16_layer_kv"),
     ],
 )
 def test_experts_latent_and_linear_attention_have_the_same_bits_in_any_layout(family, layout, engine, mode, tmp_path):

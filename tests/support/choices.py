@@ -7,10 +7,9 @@ from examples.arithmetic.calculator import __name__ as CALCULATOR
 from examples.arithmetic.tool_agent import AGENT
 from megatron_rl.config.algorithm import GAE, PRESETS, Correction
 from megatron_rl.plugs import ADVANTAGES, LOSSES
-from parallel.families import FAMILIES
 from parallel.formats import MODES
 from parallel.transport import TRANSPORTS
-from support.families import ENGINE_ARCHITECTURES, LLAMA3, YARN
+from support.families import ENGINE_ARCHITECTURES, LLAMA3, QUANTIZED, YARN
 
 LEFT_OUT = {
     ("precision.backend", "transformer_engine"): "needs a GPU: tests/gpu",
@@ -20,7 +19,7 @@ LEFT_OUT = {
 """Values that no row has, with the reason. Settings that are not enumerations have their own tests, such as `checkpoint.resume`
 (tests/engine/test_long_runs.py), plugs of one's own (tests/engine/test_example_plugs.py), and several nodes (tests/slurm)."""
 
-MODELS = {family: ENGINE_ARCHITECTURES[family] for family in FAMILIES} | {
+MODELS = {family: ENGINE_ARCHITECTURES[family] for family in QUANTIZED} | {
     "llama": ENGINE_ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "qwen2": ENGINE_ARCHITECTURES["qwen2"] | {"tie_word_embeddings": True},
     "deepseek_v3": ENGINE_ARCHITECTURES["deepseek_v3"] | {"rope_scaling": YARN | {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7}},

@@ -1,5 +1,6 @@
 """A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here and nothing else."""
 
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -166,6 +167,19 @@ _add(
     _HYBRID | _SHARED | {"num_experts": 4, "norm_topk_prob": True},
     _HYBRID | _SHARED | {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": True},
 )
+
+_GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True, "swiglu_limit": 0.5, "head_dim": 64,
+    "rope_scaling": YARN | {"rope_type": "yarn", "truncate": False}, "max_position_embeddings": 512,
+}  # fmt: skip
+_add("gpt_oss", "GptOssForCausalLM", _GPT_OSS, _GPT_OSS | {"num_hidden_layers": 2, "num_attention_heads": 4})
+
+QUANTIZED = tuple(
+    name
+    for name, config in ENGINE_ARCHITECTURES.items()
+    if not any(kind.refuse_engine_format(FP8) for kind in ModelGeometry.from_hf_config(config).attention)
+)
+"""Families that run in FP8. gpt-oss does not, and its experts are not cut over ranks: tests of its own have its layouts."""
 
 
 def parse_layout(name):

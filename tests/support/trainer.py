@@ -76,6 +76,8 @@ class Trainer:
     """An actor of a checkpoint on this rank. Without a layout, all ranks are tensor-parallel."""
 
     def __init__(self, folder, precision, train=None, temperature=1.0, layout=None, lora=None):
+        if layout is None and ModelGeometry.from_hf_config(read_config(folder)).family == "gpt_oss":  # whose experts are not cut
+            layout = Layout(tp=int(os.environ.get("WORLD_SIZE", "1")), etp=1)
         self.layout = start(layout)
         self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = read_config(folder)

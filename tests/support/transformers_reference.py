@@ -7,7 +7,11 @@ from transformers import AutoModelForCausalLM
 
 def load(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager", local_files_only=True
+        folder,
+        dtype=dtype,
+        attn_implementation="eager" if "gpt_oss" in (folder / "config.json").read_text() else "sdpa",
+        experts_implementation="eager",
+        local_files_only=True,
     )
 
 

@@ -51,33 +51,53 @@ def group_by_length(lengths: list[int]) -> list[LengthGroup]:
 class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        groups: list[LengthGroup],
+        scale: float,
+        window: int,
     ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.groups, ctx.scale = groups, scale
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.groups, ctx.scale, ctx.window = groups, scale, window
         result = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
-            group.scatter(batch_invariant.attention(group.gather(query), group.gather(key), group.gather(value), last, scale), result)
+            inputs = (group.gather(x) for x in (query, key, value))
+            group.scatter(batch_invariant.attention(*inputs, last, scale, sinks, window), result)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        *saved, sinks = ctx.saved_tensors
+        gradients, of_sinks = tuple(torch.empty_like(x) for x in saved), None if sinks is None else torch.zeros_like(sinks)
         for group in ctx.groups:
-            inputs = tuple(group.gather(x) for x in ctx.saved_tensors)
+            inputs = tuple(group.gather(x) for x in saved)
             padded = group.gather(gradient) * group.valid[:, None, :, None]
-            for x, into in zip(batch_invariant.attention_gradients(inputs, padded, ctx.scale), gradients, strict=True):
+            if sinks is None:
+                found = batch_invariant.attention_gradients(inputs, padded, ctx.scale)
+            else:
+                *found, part = batch_invariant.sink_attention_gradients(inputs, sinks, padded, ctx.scale, ctx.window)
+                of_sinks += part
+            for x, into in zip(found, gradients, strict=True):
                 group.scatter(x, into)
-        return *gradients, None, None
+        return *gradients, of_sinks, None, None, None
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    groups: list[LengthGroup],
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
 ) -> torch.Tensor:
     """Compute attention on a CPU with the bits of `batch_invariant.causal_attention` for each sequence alone. `groups` come from
-    `group_by_length`."""
-    return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
+    `group_by_length`. `sinks`, `window`: see `batch_invariant.attention`."""
+    return _PackedCausalAttention.apply(query, key, value, sinks, groups, query.shape[-1] ** -0.5 if scale is None else scale, window)
 
 
 def sdpa_per_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megatron_rl.kernels.swiglu import reference as swiglu
-from megatron_rl.mcore.layers.attention.core_attention import AbsorbedCoreAttention, CoreAttention
+from megatron_rl.kernels.swiglu.clamped import clamped_swiglu
+from megatron_rl.mcore.layers.attention.core_attention import AbsorbedCoreAttention, CoreAttention, SinkCoreAttention
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer, GatedDeltaNetParts
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
@@ -50,6 +51,13 @@ class SwiGLU(MegatronModule):
         return x if isinstance(x, GateUp) else swiglu.swiglu(x)
 
 
+class ClampedSwiGLU(MegatronModule):
+    """The activation of gpt-oss's experts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return clamped_swiglu(x, self.config.swiglu_limit)
+
+
 class FusedMLP(MLP):
     """Megatron's MLP for a GPU: if its layers are quantized, the quantization kernels compute SwiGLU and its gradient."""
 
@@ -63,6 +71,7 @@ class _SpecProvider(LocalSpecProvider):
 
     def __init__(self, config: Any) -> None:
         self._quantized: bool = config.linear_format.quantized
+        self._clamps: bool = config.swiglu_limit > 0
 
     def row_parallel_linear(self) -> type:
         return QuantizedRowParallelLinear if self._quantized else TreeRowParallelLinear
@@ -79,6 +88,8 @@ class _SpecProvider(LocalSpecProvider):
         return WeightOnlyQuantizedLinear if self._quantized else PlainColumnParallelLinear
 
     def activation_func(self) -> Any:
+        if self._clamps:
+            return ClampedSwiGLU
         return SwiGLU if swiglu.is_fused() else None
 
     def grouped_mlp_modules(self, *_: bool) -> Any:
@@ -123,11 +134,11 @@ def _gated_delta_net(config: TransformerConfig, backend: _SpecProvider) -> Modul
     return ModuleSpec(module=GatedDeltaNetLayer, submodules=parts)
 
 
-def _attention(config: TransformerConfig, backend: _SpecProvider) -> ModuleSpec:
+def _attention(config: TransformerConfig, backend: _SpecProvider, core: type = CoreAttention) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     parts = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
-        core_attention=CoreAttention,
+        core_attention=core,
         linear_proj=backend.row_parallel_linear(),
         q_layernorm=head_norm,
         k_layernorm=head_norm,
@@ -154,6 +165,7 @@ def _latent_attention(config: TransformerConfig, backend: _SpecProvider) -> Modu
 
 _ATTENTION: dict[type[kinds.AttentionKind], Callable[[Any, _SpecProvider], ModuleSpec]] = {
     kinds.SoftmaxAttention: _attention,
+    kinds.SinkAttention: partial(_attention, core=SinkCoreAttention),
     kinds.LatentAttention: _latent_attention,
     kinds.GatedDeltaNet: _gated_delta_net,
 }

@@ -58,19 +58,39 @@ def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch
     )
 
 
-def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
-    """Return the attention of a whole row. A context-parallel rank passes and receives its own positions."""
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: PackedRowParams,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+    window: int = 0,
+) -> torch.Tensor:
+    """Return the attention of a whole row. A context-parallel rank passes and receives its own positions. `sinks` are those of all heads of
+    this rank, see `batch_invariant.attention`."""
     shard = row.shard
     if shard is None or shard.size == 1:
-        return _attend(query, key, value, row, scale)
+        return _attend(query, key, value, row, scale, sinks, window)
     query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
-    return shard.to_positions(_attend(query, key, value, row, scale))
+    sinks = None if sinks is None else sinks.chunk(shard.size)[shard.group.rank()]
+    return shard.to_positions(_attend(query, key, value, row, scale, sinks, window))
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: PackedRowParams,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    window: int,
+) -> torch.Tensor:
     """Use the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
     if not query.is_cuda:
-        return packed_attention.grouped_attention(query, key, value, row.groups, scale)
+        return packed_attention.grouped_attention(query, key, value, row.groups, scale, sinks, window)
+    if sinks is not None:
+        raise NotImplementedError("attention with sinks has no kernel for GPUs")
     if query.dtype is torch.float32:
         return packed_attention.sdpa_per_sequence(query, key, value, row.lengths, scale)
     return packed_attention.flash_attention(query, key, value, row.cu_seqlens_q, row.max_seqlen_q, scale)

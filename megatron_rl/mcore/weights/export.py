@@ -33,6 +33,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.mtp_layers import MTP_FOLDER, MTPLayers
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.hf.stacks import join_parts
 from megatron_rl.hf.write import (
     FILE_BYTES,
     atomic_folder,
@@ -130,6 +131,9 @@ def convert(
         with as_user_error():
             wide_config = align_config(source.hf_config, alignment) if alignment else source.hf_config
     model, contract, mtp = source.model, source.contract, source.mtp_layers
+    for kind in dict.fromkeys(model.attention):
+        if contract.engine_format.quantized and not kind.can_widen and (reason := kind.refuse_engine_format(contract.engine_format)):
+            raise UserError("--precision", contract.engine_format.name, f"is not supported for {reason}", "use --precision bf16")
     wide = replace(ModelGeometry.from_hf_config(wide_config), trains_mtp=model.trains_mtp)
     if wide != model and wide.mtp_layers:
         model, wide, mtp = replace(model, trains_mtp=False), replace(wide, trains_mtp=False), None
@@ -152,7 +156,7 @@ def convert(
             else:
                 tensor, value = next(tensors)
                 stored |= _store(replace(tensor, name=name), value, source, is_scaled(model.tensors()[tensor.name], wide))
-        return stored
+        return join_parts(stored)
 
     with ExitStack() as stack:
         temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)), Path)

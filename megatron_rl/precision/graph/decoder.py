@@ -11,7 +11,7 @@ from parallel.adapters import NAMES
 
 DECAY = ("A_log", "dt_bias")
 """Parameters of the decay of a gated delta net's state, float32 on both sides."""
-_PARAMETERS = ("weight", "bias", *NAMES, *DECAY)
+_PARAMETERS = ("weight", "bias", "sinks", *NAMES, *DECAY)
 _LINEARS = ("linear", "tree_linear", "router", "lm_head", "value_head")
 _RESIDUAL, _SHARED = "mlp.residual", "mlp.shared_experts."
 Table = dict[str, tuple[str, dict[str, list[str]]]]  # operator -> (its kind, what follows it in the table)
@@ -128,6 +128,7 @@ class LayerPrecision:
     attention: str = ""  # implementation of the attention
     logits: TensorPrecision | None = None  # logits of the router
     gated: bool = False  # whether a gate multiplies the attention's output
+    beside: Operator | None = None  # the attention's sinks, and their gradients
 
     def complete(self, hidden: TensorPrecision) -> dict[str, Operator]:
         """Return all operators, including those without weights."""
@@ -151,6 +152,8 @@ class LayerPrecision:
             "attention.kv_b" in self.operators,
             "attention.kv_b.k" in self.operators,
         )
+        if self.beside is not None:
+            core = replace(core.with_inputs(**self.beside.inputs), gradients=self.beside.gradients)
         read = hidden if up else self.kv  # if absorbed, the attention reads latents, without keys and values
         q_rope, k_rope = hidden if absorbed else None, self.kv if up or absorbed else None
         operators = {

@@ -8,12 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.attention import GatedDeltaNet, LatentAttention
-from parallel.families import FAMILIES
 from parallel.formats import BF16, BLOCK, FP8, FP32, INT8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import FP32_ROLES
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, QUANTIZED
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 
@@ -53,7 +52,7 @@ def _divisors(length, limit=8):
 def cases(draw, *families):
     """Draw models of the families, by default of all, with small random widths (multiples of 128 where FP8 blocks are), and layouts that
     divide them."""
-    model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or FAMILIES))])
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or QUANTIZED))])
     experts, attention = model.experts, model.attention[-1]
     latent = isinstance(attention, LatentAttention)
     delta_nets = [kind for kind in dict.fromkeys(model.attention) if isinstance(kind, GatedDeltaNet)]

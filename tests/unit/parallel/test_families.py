@@ -9,6 +9,7 @@ import torch
 from support.families import ARCHITECTURES, CLASSES, ENGINE_ARCHITECTURES
 from support.geometries import published_model
 
+from megatron_rl.hf.checkpoint_format import find_stack
 from parallel.attention import LatentAttention
 from parallel.families import FAMILIES, load_family
 from parallel.hf_config import Rope, Yarn
@@ -40,7 +41,9 @@ def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         match = re.match(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
-        if match is None:
+        if (place := find_stack(name)) is not None:  # transposed
+            stacked[place[0]] = [place[1] + 1, *shape[::-1]]
+        elif match is None:
             stacked[name] = shape
         elif match[3] == "gate":  # the last one's number tells how many there are
             stacked[f"{match[1]}.gate_up_proj"] = [int(match[2]) + 1, 2 * shape[0], shape[1]]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.families import QUANTIZED
 from support.geometries import plan_case, published_model, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, as_bf16, as_fp8, as_int8, cases
@@ -19,7 +20,6 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel import model_geometry
-from parallel.families import FAMILIES
 from parallel.formats import BLOCK, FP8, INT8, TensorFormat
 from parallel.layer_weights import pre_norm_layer
 from parallel.layout import Layout
@@ -69,7 +69,7 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
         assert_written_once(shards, written[rank])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUANTIZED)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
@@ -91,7 +91,7 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
     assert sum(move.target_rect.rows * move.target_rect.cols for move in unquantized) == sum(rect.rows * rect.cols for rect in rects)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUANTIZED)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
@@ -103,7 +103,7 @@ def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(famil
     assert_carried(whole, source_shards(case), source)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUANTIZED)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_scales_of_output_channels_go_to_the_engine_and_an_export(family, data):

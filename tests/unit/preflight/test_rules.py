@@ -56,6 +56,8 @@ MTP = "--train.mtp_loss_scaling_factor=0.1"
 GLM = ARCHITECTURES["glm4_moe_air"] | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 MLA = {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "head_dim": 64}
 SPARSE = ARCHITECTURES["glm_moe_dsa"] | {"head_dim": 64, "max_position_embeddings": 1024}
+SINKS = ARCHITECTURES["gpt_oss"] | {"max_position_embeddings": 4096}
+HIGH = "--precision.mode=bf16"
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
 KIND = "--placement.kind=disaggregated"  # needs no library that releases memory
 TRITON = "--rollout.sglang.attention_backend=triton"
@@ -313,6 +315,14 @@ MISTAKES = [
            layouts.engine_can_shard_the_model, "train eval plan", "--rollout.tp=3"),
     refuse("precision.mode = 'int8_rollout': is not supported for latent attention (MLA), because SGLang absorbs an INT8 kv_b_proj",
            layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=int8_rollout", model=MLA),
+    refuse("precision.mode = 'fp8_unified': is not supported for attention with sinks, whose models have no form in FP8; use bf16",
+           layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=fp8_unified", model=SINKS),
+    refuse("MODEL = 'gpt_oss': is a family whose attention with sinks has no kernel for GPUs yet; use another model, or CPUs",
+           layouts.sinks_are_computed_on_a_cpu, "train eval plan", HIGH, "--precision.reduction=fast", GLOO, model=SINKS, gpus=1),
+    refuse("train.layout.etp = 2: is not supported for gpt_oss, because Megatron's experts with biases are not cut over ranks; ",
+           layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), HIGH, model=SINKS, ranks=2),
+    refuse("lora.targets = ['linear_fc2']: adapts layers of experts, which is not supported for gpt_oss; only adapt attention",
+           settings.lora_fits_the_model, "train plan", "--lora.rank=16", '--lora.targets=["linear_fc2"]', HIGH, model=SINKS),
     refuse("precision.kv = 'e4m3_per_layer': is not supported for latent attention (MLA): its cache has no keys and values, and",
            layouts.attention_supports_kv_scales_by_layer, "train eval plan", "--precision.kv=e4m3_per_layer", model=MLA),
     refuse("precision.backend = 'deep_gemm': ",

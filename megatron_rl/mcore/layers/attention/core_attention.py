@@ -4,10 +4,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.attention.reference import group_by_length, grouped_attention
+from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.passes.packed_sequences import attend_packed
 from megatron_rl.precision import kv_cache
 
@@ -23,11 +27,14 @@ class CoreAttention(MegatronModule):
     """
 
     kv_scales: torch.Tensor | None
+    softmax_offset: torch.nn.Parameter | None  # [heads] of this rank: sinks
+    window = 0  # number of keys that a token attends to; 0: all
     kv_amax: torch.Tensor | None = None  # float32 [2]: largest magnitudes of keys and values, while they are being collected
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__(config=config)
         self.softmax_scale, self.quantizes_kv, self.layer_number = softmax_scale, config.quantize_kv, layer_number
+        self.register_parameter("softmax_offset", None)
         self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
@@ -38,9 +45,15 @@ class CoreAttention(MegatronModule):
         if self.quantizes_kv:
             key, value = self.pass_through_cache(key, value)
         if packed is not None:
-            return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
+            return attend_packed(query, key, value, packed, self.softmax_scale, take_weight(self.softmax_offset), self.window).flatten(1)
         if self.config.context_parallel_size > 1:
             raise NotImplementedError("context parallelism supports only packed sequences")
+        if self.softmax_offset is not None:  # the batch as a packed row
+            tokens, batch = query.shape[:2]
+            rows = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            groups = group_by_length([tokens] * batch)
+            out = grouped_attention(*rows, groups, self.softmax_scale, take_weight(self.softmax_offset), self.window)
+            return out.unflatten(0, (batch, tokens)).transpose(0, 1).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
@@ -54,6 +67,22 @@ class CoreAttention(MegatronModule):
             key_scale, value_scale = self.kv_scales.unbind()
             return kv_cache.round_trip_with_scale(key, key_scale), kv_cache.round_trip_with_scale(value, value_scale)
         return kv_cache.round_trip(key), kv_cache.round_trip(value)
+
+
+class SinkCoreAttention(CoreAttention):
+    """The same with sinks, under Megatron's name for them, and maybe a window. CPU only."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
+        super().__init__(config, layer_number, *args, **options)
+        kind = config.attention[layer_number - 1]
+        self.window = kind.window
+        heads = kind.heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
+        """Return Megatron's description of the state, in which ranks have their own sinks."""
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 class AbsorbedCoreAttention(CoreAttention):

@@ -98,7 +98,7 @@ class TreeRowParallelLinear(RowParallelLinear):
         options = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
         y = self._forward_impl(input=input_, weight=self.weight, row_sum=row_sum, **options)
         if self.skip_bias_add:
-            return y, self.bias
+            return y, take_weight(self.bias)
         return (y if self.bias is None else y + self.bias), None
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:

@@ -51,7 +51,7 @@ class OutputWeightedExperts(SequentialMLP):
         counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
         pairs = zip(self.local_experts, tokens, strict=True)
-        y = torch.cat([batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x) for mlp, x in pairs])  # noqa: B023
+        y = torch.cat([_run_expert(mlp, x) for mlp, x in pairs])
         if self.config.sums_by_tree and self.tp_group.size() > 1:
             y, added = self._sum_adapters(y, counts, permuted_local_hidden_states.dtype)
             return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype, added), None
@@ -100,6 +100,12 @@ class OutputWeightedExperts(SequentialMLP):
             first, second = self._list_layers()
             self._grouped = GroupedLinear(first), GroupedLinear(second)
         return self._grouped
+
+
+def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return an expert's outputs. Its bias is added to the rounded product, and no rank holds a part of such an expert."""
+    y = batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
+    return y if mlp.linear_fc2.bias is None else y + take_weight(mlp.linear_fc2.bias)
 
 
 def free_frozen_operands(model: ModelChunks) -> None:
