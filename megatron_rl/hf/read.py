@@ -352,8 +352,8 @@ class HFCheckpoint:
         stored = self._find_stored(name)
         view = self._open_file(self._file_of[stored]).get_slice(stored)
         if (part := find_stack(name)) is not None:
-            views = [self._open_file(self._file_of[each]).get_slice(each) for each in self._list_stored(name)]
-            return Mxfp4Slice(*views, part[1]) if len(views) > 1 else PartSlice(view, part[1])
+            others = [self._open_file(self._file_of[each]).get_slice(each) for each in self._list_stored(name)[1:]]
+            return Mxfp4Slice(view, others[0], part[1]) if others else PartSlice(view, part[1])
         return view if stored == name else _ExpertSlice(view, *_EXPERT.fullmatch(name).groups()[1:])  # type: ignore[union-attr]
 
     def _refuse_non_finite(self, name: str, values: torch.Tensor) -> None:

@@ -141,4 +141,4 @@ def _tag_experts(model: GPTModel) -> None:
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.is_expert:
             for parameter in module.parameters(recurse=False):
-                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.allreduce = False

@@ -183,8 +183,8 @@ def _get_sinks_and_window(backend: Any, encoder_lens: torch.Tensor | None, slidi
     size leaves out the token itself."""
     if encoder_lens is not None:
         raise NotImplementedError("cross attention is not supported on the CPU tier")
-    has_window = sliding_window_size is not None and sliding_window_size >= 0
-    return getattr(backend, "sinks", None), sliding_window_size + 1 if has_window else 0
+    window = 0 if sliding_window_size is None or sliding_window_size < 0 else sliding_window_size + 1
+    return getattr(backend, "sinks", None), window
 
 
 def _attention(

@@ -4,6 +4,7 @@ All functions take query `[t, h, d]`, key `[t, g, d]` and value `[t, g, e]`, wit
 scale of None is 1 / sqrt(d). On a CPU, sequences of similar length are computed in one batch, with the bits that each has alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -65,18 +66,20 @@ class _PackedCausalAttention(torch.autograd.Function):
         result = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
-            inputs = (group.gather(x) for x in (query, key, value))
-            group.scatter(batch_invariant.attention(*inputs, last, scale, sinks, window), result)
+            q, k, v = (group.gather(x) for x in (query, key, value))
+            group.scatter(batch_invariant.attention(q, k, v, last, scale, sinks, window), result)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        gradients, of_sinks = tuple(torch.empty_like(x) for x in saved), None if sinks is None else torch.zeros_like(sinks)
+        gradients: tuple[torch.Tensor, ...] = tuple(torch.empty_like(x) for x in saved)
+        of_sinks = None if sinks is None else torch.zeros_like(sinks)
         for group in ctx.groups:
             inputs = tuple(group.gather(x) for x in saved)
             padded = group.gather(gradient) * group.valid[:, None, :, None]
-            if sinks is None:
+            found: Sequence[torch.Tensor]
+            if of_sinks is None:
                 found = batch_invariant.attention_gradients(inputs, padded, ctx.scale)
             else:
                 *found, part = batch_invariant.sink_attention_gradients(inputs, sinks, padded, ctx.scale, ctx.window)

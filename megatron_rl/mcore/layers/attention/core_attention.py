@@ -50,9 +50,9 @@ class CoreAttention(MegatronModule):
             raise NotImplementedError("context parallelism supports only packed sequences")
         if self.softmax_offset is not None:  # the batch as a packed row
             tokens, batch = query.shape[:2]
-            rows = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
             groups = group_by_length([tokens] * batch)
-            out = grouped_attention(*rows, groups, self.softmax_scale, take_weight(self.softmax_offset), self.window)
+            out = grouped_attention(q, k, v, groups, self.softmax_scale, take_weight(self.softmax_offset), self.window)
             return out.unflatten(0, (batch, tokens)).transpose(0, 1).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
