@@ -30,9 +30,9 @@ class Yarn:
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
-    truncate: bool = True  # whether the pairs between which frequencies change are whole numbers
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    truncate: bool = True  # whether the pairs between which frequencies change are whole numbers
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,4 @@ def engine_can_release_its_memory(facts: Facts) -> None:
 def engine_has_its_packages(facts: Facts) -> None:
     rollout = facts.config.rollout
     if facts.node_gpus and rollout.engine == "sglang":
-        import torch
-
-        engine_packages.check(rollout.sglang, facts.contract.scales_kv_by_layer, torch.cuda.get_device_capability()[0])
+        engine_packages.check(rollout.sglang, facts.contract.scales_kv_by_layer, facts.capability[0])

@@ -10,6 +10,7 @@ from support.train_command import make_model
 from megatron_rl.config import load_config
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight import check_run
+from megatron_rl.rollout import engine_packages
 
 RUNS = {
     "sync by CUDA IPC": {  # three policy versions
@@ -65,5 +66,7 @@ def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
 def test_settings_of_the_runs_are_accepted(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(engine_packages, "check", lambda *_: None)
     config, *options = make_model(tmp_path, {**make_settings(name, tmp_path, "emulated"), "warm_start.steps": 0})
     assert check_run(load_config(config, options)).world_size == 1

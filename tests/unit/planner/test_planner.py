@@ -493,8 +493,8 @@ def plan(model, *options, folder):
         ("Llama-3.1-70B", {"intermediate_size": 29568}, ["--nodes=4"],  # the width of Qwen2.5-72B
          r"no layout works on 4 .* fits, but model.layers.0.mlp.gate_proj.weight .* export --checkpoint \S+ --output DIR --align 128"),
         ("Llama-3.2-1B", {}, ["--nodes=1"], "fits, but precision.backend = .* use emulated, or train in BF16"),
-        ("Llama-3.1-70B", {}, ["--nodes=1"], "nothing fits on 1 node .*; give --nodes (2|4)$"),
-        ("Qwen3-8B", {}, ["--nodes=1", "--rollout.max_total_tokens=10000000"], r"; give --rollout.max_total_tokens=\d+$"),
+        ("Llama-3.1-70B", {}, ["--nodes=1"], "nothing fits on 1 node .*; give --nodes (2|4), or --gpu b200$"),
+        ("Qwen3-8B", {}, ["--nodes=1", "--rollout.max_total_tokens=10000000"], r"; give --gpu b300, or --rollout.max_total_tokens=\d+$"),
         ("Qwen3-8B", {"intermediate_size": 1228800}, ["--nodes=1"], "; no more nodes or smaller batches help$"),
         ("Qwen3-8B", {"quantization_config": {"quant_method": "modelopt"}}, ["--nodes=1"], "config.json quantization_config.quant_method"),
         ("Qwen3-8B", {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, ["--nodes=1"], "weight_block_size"),
@@ -504,9 +504,8 @@ def test_what_is_advised_works(name, change, options, remedy, tmp_path):
     """Advice that is given as options is followed: with it, a layout is found."""
     failed = plan(PUBLISHED[name] | change, *options, folder=tmp_path)
     assert failed.exit_code == 2 and re.search(remedy, failed.stderr.strip()), failed.stderr
-    advice = re.search(r"; give (--\S+)[ =](\d+)$", failed.stderr.strip())
-    if advice:
-        followed = plan(PUBLISHED[name] | change, *options, f"{advice[1]}={advice[2]}", folder=tmp_path)
+    for option, value in re.findall(r"(?:; give|, or) (--\S+?)[ =](\w+)", failed.stderr):
+        followed = plan(PUBLISHED[name] | change, *options, f"{option}={value}", folder=tmp_path)
         assert followed.exit_code == 0, followed.stderr
 
 

@@ -3,14 +3,16 @@
 import itertools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from support.families import ARCHITECTURES
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import Facts, Needs, check
-from megatron_rl.rollout import memory_saver
+from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, count_ranks_on_machine, get_base_gpu_id, place_engine
 from rollout_sglang import launch_args
 
@@ -24,13 +26,14 @@ def config(engines: int = 4, tp: int = 1, hosts: tuple[str, ...] = NODES, transp
 
 
 def check_devices(config: Config, node_gpus: int = 0) -> None:
-    check(Facts(config, node_gpus=node_gpus), Needs.ENGINE | Needs.MACHINE | Needs.NODE)
+    with mock.patch.object(engine_packages, "find_missing_packages", list):
+        check(Facts(config, node_gpus=node_gpus), Needs.ENGINE | Needs.MACHINE | Needs.NODE)
 
 
 def start_nodes(monkeypatch, config: Config, number: int) -> tuple[list, str]:
     """Return (arguments, environment, log) of the processes that engine `number` would be started as, and its URL."""
     started: list[tuple[list[str], dict[str, str], Path]] = []
-    monkeypatch.setattr(launch_args, "read_config", lambda folder: {})
+    monkeypatch.setattr(launch_args, "read_config", lambda folder: ARCHITECTURES["qwen3"])
     monkeypatch.setattr(launch_args, "EngineProcess", lambda *parts: started.append(parts))
     url = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process().url
     return started, url
@@ -65,6 +68,7 @@ def test_the_nodes_of_an_engine_meet_at_its_first(launchers, monkeypatch):
         keys = {environment["MEGATRON_RL_ENGINE_KEY"] for _, environment, _ in nodes}
         assert len(keys) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     (first, second), _ = start_nodes(monkeypatch, spread, 1)
     assert [arguments[arguments.index("--base-gpu-id") + 1] for arguments, *_ in (first, second)] == ["2", "2"]
 
@@ -95,6 +99,7 @@ def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch)
     environments = [environment for number in range(4) for _, environment, _ in start_nodes(monkeypatch, spread, number)[0]]
     assert [environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for environment in environments] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     words = [arguments for number in range(4) for arguments, _, _ in start_nodes(monkeypatch, spread, number)[0]]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]

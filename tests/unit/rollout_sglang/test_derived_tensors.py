@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.chunking import Chunk, encode_chunks
 from rollout_sglang import derived_tensors, precision_graph, rank_handler
 from rollout_sglang.derived_tensors import ServedTensors, find_tensors
 from rollout_sglang.hooks import dequant_cache, e4m3_cache
@@ -242,7 +243,9 @@ def test_the_rank_reports_wrong_tensors(monkeypatch):
     model.attn.kv_scales = parameter(torch.ones(2))
     sizes = {name: (tensor.shape[0], tensor.numel() // tensor.shape[0]) for name, tensor in live_tensors(model).items()}
     chunk = [0, 0, 1, [[name, 0, 0, rows, cols] for name, (rows, cols) in sizes.items()]]
-    handler.answer({"verb": "connect", "link": link, "staged": False, "ranks": {"0": [chunk]}}, 0, runner)
+    handler.answer(
+        {"verb": "connect", "link": link, "staged": False, "ranks": {"0": encode_chunks([Chunk.from_json(0, chunk)])}}, 0, runner
+    )
     line = "the KV cache was not flushed: it holds 4 tokens of the previous weights"
     assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
     cache.available_size = lambda: 64
