@@ -10,6 +10,7 @@ from support.families import QUANTIZED, cut_everything
 from support.trainer import load_model_chunks
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.hf.checkpoint_format import find_stack
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors
@@ -97,7 +98,8 @@ def _on_the_checkpoints_grid(folder, shards, contract):
             format = contract.format_of(shard.role)
             expected |= make_stored_tensors([shard], contract.format_of)
             for region in shard.regions:
-                value = file.get_tensor(region.tensor.name)
+                stack, part = find_stack(region.tensor.name) or (region.tensor.name, None)
+                value = file.get_tensor(stack) if part is None else file.get_tensor(stack)[part].t()
                 if format.quantized:
                     grid = quantize(value if contract.trainer_format.quantized else value.to(high), format)
                     _copy(expected[shard.name], region.shard_rect, grid.data, region.tensor_rect)

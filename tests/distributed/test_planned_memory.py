@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
-from support.families import ARCHITECTURES, cut_everything
+from support.families import ARCHITECTURES, QUANTIZED, cut_everything
 from support.models import FP8, make_model, random_sequences
 from support.trainer import Trainer, latent_attention, load_model_chunks, negative_log_likelihood
 from torch.profiler import ProfilerActivity, profile
@@ -29,8 +29,9 @@ from parallel.families import FAMILIES
 from parallel.layout import Layout
 
 UNIFIED, BF16 = {"mode": "fp8_unified", "high": "bf16"}, {"mode": "bf16", "high": "bf16"}
+OF_FAMILY = {name: UNIFIED if name in QUANTIZED else BF16 for name in FAMILIES}
 HELD = [
-    *((name, cut_everything(name), UNIFIED) for name in FAMILIES),
+    *((name, cut_everything(name), precision) for name, precision in OF_FAMILY.items()),
     ("qwen3", Layout(pp=2, vpp=2, dp=2), UNIFIED | {"high": "fp32"}),
     ("qwen3", Layout(tp=2, dp=2), UNIFIED),
     ("qwen2", Layout(tp=2, pp=2), BF16),  # tied: the last stage has an embedding of its own
@@ -175,10 +176,12 @@ def test_what_a_value_of_a_quantized_weight_occupies_and_moves(worlds, checkpoin
         assert measured["gathered"] == pytest.approx(1, rel=1e-3), rank
 
 
-_TOLERANCE = {name: 0.04 for name in FAMILIES if job_of(name, UNIFIED).model.experts} | {"qwen3_5_text": 0.01}  # indices, windows
+_TOLERANCE = {name: 0.04 for name, precision in OF_FAMILY.items() if job_of(name, precision).model.experts} | {
+    "qwen3_5_text": 0.01
+}  # indices, windows
 SAVED = [
     # an expert of few tokens is padded on a CPU
-    *((name, replace(cut_everything(name), pp=1), UNIFIED, _TOLERANCE.get(name, 0.002)) for name in FAMILIES),
+    *((name, replace(cut_everything(name), pp=1), precision, _TOLERANCE.get(name, 0.002)) for name, precision in OF_FAMILY.items()),
     ("qwen3", Layout(tp=2), UNIFIED | {"high": "fp32"}, 0.001),
     ("qwen2", Layout(tp=2), BF16, 0.002),
 ]
@@ -201,7 +204,7 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
 PEAKS = [
     ("qwen3_moe", UNIFIED, "full"),
     *(pytest.param("qwen3", UNIFIED, recompute, marks=pytest.mark.long) for recompute in ("full", "selective")),
-    *(pytest.param(name, UNIFIED, "none", marks=pytest.mark.long) for name in FAMILIES),
+    *(pytest.param(name, precision, "none", marks=pytest.mark.long) for name, precision in OF_FAMILY.items()),
     pytest.param("qwen3", BF16, "none", marks=pytest.mark.long),
 ]
 

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch.distributed as dist
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, QUANTIZED
 from support.models import FP8, FP32
 from support.planted_differences import plant_difference
 from support.trainer import Trainer
@@ -66,7 +66,8 @@ def test_in_bf16_no_tensor_is_quantized(worlds, checkpoint):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
-    graph = worlds(1).call(read_trainer_graph, model_folder(family), FP8)[0]
+    precision = FP8 if family in QUANTIZED else BF16
+    graph = worlds(1).call(read_trainer_graph, model_folder(family), precision)[0]
     quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.granularity}
     every = {node.name: node.count for node in graph.nodes if node.op == "weight"}
     halves = {name.replace("kv_b.k", "kv_b.v") for name in every if "kv_b.k" in name}  # of one weight, where latents are absorbed
@@ -74,7 +75,8 @@ def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
     assert halves <= every.keys()
     roles = [part.pieces[0].tensor.role for part in chain(*ModelGeometry.from_hf_config(ARCHITECTURES[family]).list_weights())]
     assert sum(counts.values()) == len(roles)
-    assert sum(counts[name] for name in quantized - halves) == sum(role in QUANTIZED_ROLES for role in roles)
+    of_quantized_roles = sum(role in QUANTIZED_ROLES for role in roles) if family in QUANTIZED else 0
+    assert sum(counts[name] for name in quantized - halves) == of_quantized_roles
 
 
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):

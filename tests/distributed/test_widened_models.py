@@ -18,8 +18,7 @@ EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in ra
 """Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed."""
 
 
-REFUSED = {"linear_num_key_heads", "index_topk"}  # gated delta nets and indexers of sparse attention
-PLAIN = [name for name in CLASSES if not REFUSED & ARCHITECTURES[name].keys()]
+PLAIN = [name for name in CLASSES if all(kind.can_widen for kind in ModelGeometry.from_hf_config(ARCHITECTURES[name]).attention)]
 
 
 @pytest.fixture(scope="module", params=[*PLAIN, "deepseek_direct_q"])

@@ -94,7 +94,7 @@ def test_rotary_positions_routing_and_the_default_head_dim():
     assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
     for config in (QWEN2, QWEN3, MOE, LLAMA, ARCHITECTURES["glm4"], AIR):
         assert ModelGeometry.from_hf_config(config | {"rope_scaling": YARN_OF_CARD}).rope.yarn == Yarn(4.0, 32768, 32.0, 1.0)
-    assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
+    assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, mscale=1.0, mscale_all_dim=0.7)
 
     def routing(config: dict[str, Any]) -> tuple[Any, ...]:
         moe = ModelGeometry.from_hf_config(config).experts
