@@ -128,9 +128,10 @@ def list_mlp_operators(shapes: RankShapes, has_experts: bool) -> Iterator[Operat
 
 
 def _swiglu(shapes: RankShapes, padded_rows: float, rows: float, ffn: float) -> Operator:
-    """SwiGLU, which keeps gate and up (on a CPU also silu(gate) and a copy of up), and the input of the next layer."""
-    b, w = shapes.job.high_bytes, shapes.operand_bytes
-    kept = padded_rows * ffn * ((4 if shapes.cpu else 2) * b + shapes.kept_input_bytes("linear_fc2"))
+    """SwiGLU, which keeps gate and up, the input of the next layer, and on a CPU, unless it clamps them, silu(gate) and a copy of up."""
+    b, w, experts = shapes.job.high_bytes, shapes.operand_bytes, shapes.job.model.experts
+    copies = shapes.cpu and not (experts and experts.swiglu_limit)
+    kept = padded_rows * ffn * ((4 if copies else 2) * b + shapes.kept_input_bytes("linear_fc2"))
     return Operator(kept, rows * ffn * (2 * b + w), rows * ffn * (3 * b + 2 * w))
 
 

@@ -23,6 +23,7 @@ from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.cli import evaluate
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
+from megatron_rl.cost.hardware import GPUS
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.kernels.linear import requirements
@@ -74,6 +75,8 @@ class Mistake(NamedTuple):
     """Changes to the model's config.json."""
     ranks: int = 1
     gpus: int = 0
+    capability: tuple[int, int] = (9, 0)
+    """CUDA compute capability of the GPUs."""
     launchers: str = ""
     checkpoint: str = "model"
     """The checkpoint that `eval` evaluates."""
@@ -318,8 +321,8 @@ MISTAKES = [
     refuse("precision.mode = 'fp8_unified': is not supported for attention with sinks, whose models have no form in FP8; use bf16",
            layouts.engine_can_quantize_the_attention, "train eval plan", "--precision.mode=fp8_unified", model=SINKS),
     refuse("MODEL = 'gpt_oss': is a family whose attention with sinks has no kernel for GPUs yet; use another model, or CPUs",
-           layouts.sinks_are_computed_on_a_cpu, "train eval plan", HIGH, "--precision.reduction=fast", GLOO, KIND, TRITON, model=SINKS, gpus=2,
-           scene=lambda patch: use_hopper(patch, "sgl_kernel", "flashinfer")),
+           layouts.sinks_are_computed_on_a_cpu, "train eval plan", HIGH, "--precision.reduction=fast", GLOO, KIND, TRITON, model=SINKS,
+           gpus=2, scene=lambda patch: use_hopper(patch, "sgl_kernel", "flashinfer")),
     refuse("train.layout.etp = 2: is not supported for gpt_oss, because Megatron's experts with biases are not cut over ranks; ",
            layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), HIGH, model=SINKS, ranks=2),
     refuse("lora.targets = ['linear_fc2']: adapts layers of experts, which is not supported for gpt_oss; only adapt attention",
@@ -334,6 +337,8 @@ MISTAKES = [
            machine.backend_runs_here, "train", "--precision.backend=deep_gemm"),
     refuse("precision.backend = 'emulated': cannot run here: ",
            machine.backend_runs_here, "train", scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {})),
+    refuse("precision.scale_format = 'fp32': is not supported on Blackwell, whose tensor cores apply only the exponent of a block's scale;",
+           machine.scales_and_experts_suit_blackwell, "train eval plan", "--precision.scale_format=fp32", GLOO, gpus=1, capability=(10, 0)),
     refuse("sync.transport = 'cuda_ipc': ",
            machine.transport_works_here, "train", "--sync.transport=cuda_ipc"),
     refuse("rollout.tp = 2: exceeds 1 GPUs per node * rollout.nodes_per_engine = 1 GPUs; lower it, or raise rollout.nodes_per_engine",
@@ -464,12 +469,14 @@ def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: mistake.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: mistake.gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: mistake.capability)
 
 
 def refused(command: str, mistake: Mistake) -> str:
     """Return the error that the command prints, after asserting that it is one line and that the exit code is 2."""
-    options = {"eval": ["--checkpoint", mistake.checkpoint], "plan": ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8)]}
+    gpu = next(name for name, known in GPUS.items() if known.capability == mistake.capability)
+    plan = ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8), "--gpu", gpu]
+    options = {"eval": ["--checkpoint", mistake.checkpoint], "plan": plan}
     result = CliRunner().invoke(app, [command, "run.toml", *options.get(command, []), *mistake.overrides])
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("megatron-rl: ") and result.stderr.count("\n") == 1
