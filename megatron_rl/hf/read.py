@@ -139,7 +139,7 @@ class HFCheckpoint:
     def _check_stacks(self, model: ModelGeometry) -> None:
         """Raise UserError if a stack of experts is not [E, ...] for the model's number of experts E, or lacks a part."""
         count = model.experts.count if model.experts else 0
-        for stored in {self._list_stored(tensor.name) for tensor in model.tensors().values()}:
+        for stored in sorted({self._list_stored(tensor.name) for tensor in model.tensors().values()}):
             if stored[0] not in self._file_of or (len(stored) == 1 and stored[0] in model.tensors()):
                 continue
             for name in stored:
