@@ -1,5 +1,5 @@
-"""Answers of an engine in columns: what SGLang writes as JSON, about 40 bytes a token, is packed by the
-engine's server into arrays, 8 bytes a token, which the client reads without touching a token.
+"""Answers of an engine in columns. The engine's server packs what SGLang writes as JSON, about 40 bytes a token, into arrays of 8 bytes a
+token, which the client reads without touching a token.
 
 A client that accepts `MEDIA_TYPE` gets one MessagePack list of `Answer`, checked against their types when it is read. All other clients
 get SGLang's JSON."""

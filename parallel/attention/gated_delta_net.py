@@ -29,11 +29,8 @@ class GatedDeltaNet(AttentionKind):
 
     module: ClassVar[str] = "linear_attn"
     has_cache_by_position: ClassVar[bool] = False
+    can_widen: ClassVar[bool] = False
     unquantized_modules: ClassVar[tuple[str, ...]] = ("in_proj_ba", "in_proj_b", "in_proj_a", "conv1d")
-
-    @property
-    def can_widen(self) -> bool:
-        return False
 
     @property
     def k_width(self) -> int:

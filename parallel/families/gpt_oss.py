@@ -63,17 +63,15 @@ def _list_experts(model: ModelGeometry, hf: str, megatron: str) -> list[Weight]:
         make_vector(hf + "router.bias", moe.count, megatron + "router.bias", "bias"),
     ]
     for expert in range(moe.count):
-        own, sglang = f"{megatron}experts.local_experts.{expert}.", hf + "experts."
-
-        def tensor(name: str, rows: int, cols: int, role: str) -> HFTensor:
-            return HFTensor(f"{hf}experts.{name}.{expert}", rows, cols, role, vector=role == "bias")  # noqa: B023
-
-        gate_up, down = tensor("gate_up_proj", 2 * moe.ffn, hidden, "mlp_in"), tensor("down_proj", hidden, moe.ffn, "mlp_out")
-        of_gate_up, of_down = tensor("gate_up_proj_bias", 2 * moe.ffn, 1, "bias"), tensor("down_proj_bias", hidden, 1, "bias")
+        own, stacks = f"{megatron}experts.local_experts.{expert}.", hf + "experts."
+        gate_up = HFTensor(f"{stacks}gate_up_proj.{expert}", 2 * moe.ffn, hidden, "mlp_in")
+        gate_up_bias = HFTensor(f"{stacks}gate_up_proj_bias.{expert}", 2 * moe.ffn, 1, "bias", vector=True)
+        down = HFTensor(f"{stacks}down_proj.{expert}", hidden, moe.ffn, "mlp_out")
+        down_bias = HFTensor(f"{stacks}down_proj_bias.{expert}", hidden, 1, "bias", vector=True)
         weights += [
-            make_weight(gate_up, own + "linear_fc1.weight", "rows", sglang + "w13_weight", expert),
-            make_weight(of_gate_up, own + "linear_fc1.bias", "rows", sglang + "w13_weight_bias", expert),
-            make_weight(down, own + "linear_fc2.weight", "cols", sglang + "w2_weight", expert),
-            make_weight(of_down, own + "linear_fc2.bias", "whole", sglang + "w2_weight_bias", expert),
+            make_weight(gate_up, own + "linear_fc1.weight", "rows", stacks + "w13_weight", expert),
+            make_weight(gate_up_bias, own + "linear_fc1.bias", "rows", stacks + "w13_weight_bias", expert),
+            make_weight(down, own + "linear_fc2.weight", "cols", stacks + "w2_weight", expert),
+            make_weight(down_bias, own + "linear_fc2.bias", "whole", stacks + "w2_weight_bias", expert),
         ]
     return weights
