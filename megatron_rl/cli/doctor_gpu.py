@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.attention import requirements as attention
-from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
+from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, is_blackwell, parse_version
 from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine_packages import INSTALL
 
@@ -47,7 +47,7 @@ class Machine(NamedTuple):
     nvcc: str | None = None  # release of the compiler
     ninja: str | None = None  # path of the program
     engine_lacks: Sequence[str] = ()  # packages without which SGLang does not start
-    flash_attention_3: bool = True  # whether the engine has its default attention on Hopper
+    flash_attention_3: bool = True  # whether the engine has its default attention; Blackwell needs no FlashAttention 3
     attention_problem: str = ""  # why torch cannot compute the trainer's attention
 
 
@@ -56,7 +56,7 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     nvcc = read_nvcc_release(find_nvcc()) if cuda else None
     machine = Machine(list_distributions(), cuda, driver, os.environ, read_engine_pins(), nvcc, shutil.which("ninja"))
     if cuda is not None:
-        lacks, fa3 = engine_packages.find_missing_packages(), engine_packages.has_flash_attention_3()
+        lacks, fa3 = engine_packages.find_missing_packages(), is_blackwell() or engine_packages.has_flash_attention_3()
         machine = machine._replace(engine_lacks=lacks, flash_attention_3=fa3, attention_problem=attention.find_attention_problem())
     checks = [check_scale_variable, check_transformer_engine_packages]
     if cuda is not None:

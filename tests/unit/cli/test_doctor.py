@@ -99,6 +99,9 @@ def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
     monkeypatch.setattr(doctor_gpu.engine_packages, "PACKAGES", {})
     monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: True)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
+    monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: False)
+    monkeypatch.setattr(doctor_gpu, "is_blackwell", lambda: True)
+    assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
     assert doctor_gpu.find_pitfalls(None, None) == []
 
