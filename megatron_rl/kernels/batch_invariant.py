@@ -271,7 +271,7 @@ def _choose_scoring() -> _Scoring:
 
 
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the inputs of `causal_attention`, from torch's fused attention, which does not store the scores."""
+    """Return the gradients of the inputs of causal `attention`, from torch's fused attention, which does not store the scores."""
     query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # torch fuses only equal widths of query, key and value
@@ -302,21 +302,3 @@ def sink_attention_gradients(
             into[place] = part
         of_sinks[heads] += of_own
     return *results, of_sinks
-
-
-class _CausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.scale = scale
-        batch, _, tokens, _ = query.shape
-        return attention(query, key, value, torch.arange(tokens).expand(batch, tokens), scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *attention_gradients(ctx.saved_tensors, gradient, ctx.scale), None
-
-
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Return `attention` of every token to itself and all tokens before, with gradient. s equals t; a scale of None is 1 / sqrt(d)."""
-    return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)

@@ -81,7 +81,7 @@ def _compute_sequence(weights, kind, x):
     return normed.flatten(1) @ weights["out_proj.weight"].t()
 
 
-def run_layer(parts, kind, lengths, layout, sequence_parallel, batched=False):
+def run_layer(parts, kind, lengths, layout, sequence_parallel):
     """Return this rank's result and gradients of a layer: [t / cp, h] of whole sequences, and its parts of the weights."""
     start(layout)
     config = QuantizedTransformerConfig(
@@ -104,8 +104,6 @@ def run_layer(parts, kind, lengths, layout, sequence_parallel, batched=False):
     if sequence_parallel:
         x = x.chunk(layout.tp)[rank]
     row = make_packed_params(lengths, shard, shard.own_positions.unsqueeze(0))
-    if batched:
-        x, dy, row = (*(values.view(len(lengths), -1, HIDDEN).transpose(0, 1) for values in (x, dy)), None)
     x = x.clone().requires_grad_()
     y, bias = layer(x, packed_seq_params=row)
     assert bias is None
@@ -153,11 +151,3 @@ def test_results_are_equal_and_gradients_those_of_float64(worlds, expected, name
     assert torch.equal(found["y"], alone["y"].squeeze(1))
     for key, value in expected(tuple(lengths)).items():
         assert (found[key] - value).norm() < 1e-5 * value.norm(), key  # tokens with small outputs have large gradients
-
-
-def test_a_batch_has_the_bits_of_packed_sequences(worlds):
-    lengths = [50] * 3
-    packed, batched = (
-        worlds(1).call(run_layer, make_parts(KIND), KIND, lengths, parse_layout("tp1"), False, batched)[0] for batched in (False, True)
-    )
-    assert torch.equal(batched["y"].transpose(0, 1).flatten(0, 1), packed["y"].squeeze(1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import FP8, FP32, random_sequences
-from support.trainer import STILL, Trainer
+from support.trainer import STILL, Trainer, run_model
 
 from megatron_rl.kernels.sums import reference as tree
 from parallel.families import FAMILIES
@@ -15,21 +15,20 @@ CASES = [*((name, FP8) for name in FAMILIES), *(pytest.param(name, FP32, marks=p
 
 
 def packed_and_alone(folder, precision, batch, bounds):
-    """Return the log-probs of each sample alone, as an unpacked row, and `Trainer.differentiate` for each bound of a micro-batch."""
+    """Return the log-probs of each sample alone, in a row with padding, and `Trainer.differentiate` for each bound of a micro-batch."""
     trainer, packed = Trainer(folder, precision, STILL), []
     for bound in bounds:
         trainer.actor.micro_batch_tokens = bound
         packed.append(trainer.differentiate(batch))
-    return _unpacked(trainer, batch), packed
+    return _score_alone(trainer, batch), packed
 
 
-def _unpacked(trainer, batch):
+def _score_alone(trainer, batch):
     logprobs = []
     for sequence in batch:
         ids = sequence.ids.long().unsqueeze(0)
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
-        with torch.no_grad():
-            logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
+        logits = run_model(trainer.model, tokens)
         row = tree.log_softmax(logits[0, len(sequence.prompt_ids) - 1 : ids.shape[1] - 1].float())
         logprobs.append(row.gather(-1, sequence.response_ids.long().unsqueeze(-1)).squeeze(-1))
     return torch.cat(logprobs)

@@ -27,6 +27,8 @@ from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks, global_name
 from megatron_rl.mcore.optim import step_response
 from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
 from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters, list_adapted_layers
@@ -205,9 +207,16 @@ def _runs(layout):
 
 def logits(folder, precision, ids):
     """Return this rank's slice of the vocabulary: float32 `[b, s, vocab / tp]`."""
-    tokens, model = torch.tensor(ids), Trainer(folder, precision).model
-    with torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
+    return run_model(Trainer(folder, precision).model, torch.tensor(ids)).float()
+
+
+@torch.no_grad()
+def run_model(model, tokens):
+    """Return this rank's logits `[b, s, vocab / tp]` of sequences without padding, `[b, s]`."""
+    lengths = [tokens.shape[1]] * len(tokens)
+    positions = torch.arange(tokens.shape[1]).repeat(len(tokens)).unsqueeze(0)
+    row = make_packed_params(lengths, ContextShard.for_this_rank(lengths), positions)
+    return model(tokens.flatten().unsqueeze(0), positions, None, packed_seq_params=row).unflatten(1, tokens.shape)[0]
 
 
 def train_grpo(folder, precision, train, batches, layout=None, kl_coef=0.1):

@@ -52,17 +52,10 @@ def group_by_length(lengths: list[int]) -> list[LengthGroup]:
 class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        groups: list[LengthGroup],
-        scale: float,
-        window: int,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *options: Any
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, sinks)
-        ctx.groups, ctx.scale, ctx.window = groups, scale, window
+        ctx.groups, ctx.scale, ctx.window = groups, scale, window = options
         result = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
@@ -98,7 +91,7 @@ def grouped_attention(
     sinks: torch.Tensor | None = None,
     window: int = 0,
 ) -> torch.Tensor:
-    """Compute attention on a CPU with the bits of `batch_invariant.causal_attention` for each sequence alone. `groups` come from
+    """Compute attention on a CPU with the bits of `batch_invariant.attention` for each sequence alone. `groups` come from
     `group_by_length`. `sinks`, `window`: see `batch_invariant.attention`."""
     return _PackedCausalAttention.apply(query, key, value, sinks, groups, query.shape[-1] ** -0.5 if scale is None else scale, window)
 

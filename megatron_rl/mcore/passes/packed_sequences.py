@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -37,6 +38,26 @@ class PackedRowParams(PackedSeqParams):
             self.angles = torch.cat([angles[:length] for length in self.lengths])
         return self.angles
 
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None, window: int
+    ) -> torch.Tensor:
+        """Return the attention of a whole row, by the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for
+        FP32, which FlashAttention lacks. A context-parallel rank passes and receives its own positions. `sinks` are those of all heads of
+        this rank, see `batch_invariant.attention`."""
+        shard = self.shard
+        if shard is not None and shard.size > 1:
+            query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
+            sinks = None if sinks is None else sinks.chunk(shard.size)[shard.group.rank()]
+        if not query.is_cuda:
+            out = packed_attention.grouped_attention(query, key, value, self.groups, scale, sinks, window)
+        elif sinks is not None:
+            raise NotImplementedError("attention with sinks has no kernel for GPUs")
+        elif query.dtype is torch.float32:
+            out = packed_attention.sdpa_per_sequence(query, key, value, self.lengths, scale)
+        else:
+            out = packed_attention.flash_attention(query, key, value, self.cu_seqlens_q, self.max_seqlen_q, scale)
+        return out if shard is None or shard.size == 1 else shard.to_positions(out)
+
 
 def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch.Tensor) -> PackedRowParams:
     """Return the parameters of a row of sequences of the given lengths. `positions` is this rank's part [1, t / cp] of the row's
@@ -44,53 +65,6 @@ def make_packed_params(lengths: list[int], shard: ContextShard, positions: torch
     device = shard.own_positions.device
     starts = copy_to_device(torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32), device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
-    longest = max(lengths)  # exact: Megatron does not restart rotary positions if the table has t of them
-    return PackedRowParams(
-        "thd",
-        starts,
-        starts,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        lengths=lengths,
-        groups=groups,
-        shard=shard,
-        positions=positions[0],
-    )
-
-
-def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row: PackedRowParams,
-    scale: float | None,
-    sinks: torch.Tensor | None = None,
-    window: int = 0,
-) -> torch.Tensor:
-    """Return the attention of a whole row. A context-parallel rank passes and receives its own positions. `sinks` are those of all heads of
-    this rank, see `batch_invariant.attention`."""
-    shard = row.shard
-    if shard is None or shard.size == 1:
-        return _attend(query, key, value, row, scale, sinks, window)
-    query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
-    sinks = None if sinks is None else sinks.chunk(shard.size)[shard.group.rank()]
-    return shard.to_positions(_attend(query, key, value, row, scale, sinks, window))
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row: PackedRowParams,
-    scale: float | None,
-    sinks: torch.Tensor | None,
-    window: int,
-) -> torch.Tensor:
-    """Use the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
-    if not query.is_cuda:
-        return packed_attention.grouped_attention(query, key, value, row.groups, scale, sinks, window)
-    if sinks is not None:
-        raise NotImplementedError("attention with sinks has no kernel for GPUs")
-    if query.dtype is torch.float32:
-        return packed_attention.sdpa_per_sequence(query, key, value, row.lengths, scale)
-    return packed_attention.flash_attention(query, key, value, row.cu_seqlens_q, row.max_seqlen_q, scale)
+    # exact: Megatron does not restart rotary positions if the table has t of them
+    longest: dict[str, Any] = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), max(lengths))
+    return PackedRowParams("thd", starts, starts, lengths=lengths, groups=groups, shard=shard, positions=positions[0], **longest)

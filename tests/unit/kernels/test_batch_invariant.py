@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.causal_attention import causal_attention
 from support.kernel_tests import random
 from support.largest_tensor import LargestTensor
 
@@ -116,9 +117,9 @@ def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
 def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
     query, key, value = attention_inputs(*shape)
     scale = shape[2] ** -0.5
-    whole = batch_invariant.causal_attention(query, key, value)
+    whole = causal_attention(query, key, value)
     for length in (1, 2, 31, 32, 33, 64, 65, 150):
-        prompt = batch_invariant.causal_attention(query[1:2, :, :length], key[1:2, :, :length], value[1:2, :, :length])
+        prompt = causal_attention(query[1:2, :, :length], key[1:2, :, :length], value[1:2, :, :length])
         assert torch.equal(prompt[0], whole[1, :, :length])
         last = torch.tensor([[length - 1], [max(length - 30, 0)]])  # of a batch of two, the second shorter
         now = torch.stack([query[sequence, :, row] for sequence, row in enumerate(last.flatten().tolist())]).unsqueeze(2)
@@ -131,7 +132,7 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
 def test_no_tensor_has_the_scores_of_all_tokens(shape):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape, batch=1, tokens=1024)]
     with LargestTensor() as largest:
-        batch_invariant.causal_attention(*inputs).sum().backward()
+        causal_attention(*inputs).sum().backward()
     assert largest.numel <= shape[0] * 1024 * 128, "a few queries' scores, or an input"
 
 
@@ -139,12 +140,12 @@ def test_no_tensor_has_the_scores_of_all_tokens(shape):
 def test_attention_and_its_gradient_match_torch(shape, monkeypatch):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    output = batch_invariant.causal_attention(*inputs)
+    output = causal_attention(*inputs)
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
     found, expected = (torch.autograd.grad(each, inputs, random(*wanted.shape, seed=9)) for each in (output, wanted))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(batch_invariant, "MAX_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
-    assert torch.equal(batch_invariant.causal_attention(*inputs), output)
+    assert torch.equal(causal_attention(*inputs), output)
     narrow = [x.detach().bfloat16() for x in inputs]  # computed in FP32 and rounded once
-    wide = batch_invariant.causal_attention(*(x.float() for x in narrow))
-    assert torch.equal(batch_invariant.causal_attention(*narrow), wide.bfloat16())
+    wide = causal_attention(*(x.float() for x in narrow))
+    assert torch.equal(causal_attention(*narrow), wide.bfloat16())

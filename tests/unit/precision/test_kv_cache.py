@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.causal_attention import causal_attention
 
-from megatron_rl.kernels import batch_invariant
 from megatron_rl.precision import kv_cache
 from megatron_rl.precision.fp8 import round_trip_1x128
 
@@ -50,9 +50,9 @@ def test_attention_in_units_of_a_layers_scales_has_the_bits_of_attention_to_the_
     q, k, v = (q / scales[0]).to(dtype), (k * 200 * scales[0]).to(dtype), (v * 200 * scales[1]).to(dtype)
     k_units, v_units = (kv_cache.to_units(x, scale) for x, scale in zip((k, v), scales, strict=True))
     assert torch.equal(k_units, k_units.to(torch.float8_e4m3fn).to(dtype)) and k_units.abs().max() == 448, "what the cache holds"
-    in_units = batch_invariant.causal_attention(q * scales[0], k_units, v_units, 0.01) * scales[1]
+    in_units = causal_attention(q * scales[0], k_units, v_units, 0.01) * scales[1]
     read = [kv_cache.round_trip_with_scale(x, scale) for x, scale in zip((k, v), scales, strict=True)]
-    assert in_units.dtype == dtype and torch.equal(in_units, batch_invariant.causal_attention(q, *read, 0.01))
+    assert in_units.dtype == dtype and torch.equal(in_units, causal_attention(q, *read, 0.01))
 
 
 def test_scales_of_a_layer_leave_room_and_stay_if_nothing_is_known():

@@ -3,24 +3,19 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.attention.reference import group_by_length, grouped_attention
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
-from megatron_rl.mcore.passes.packed_sequences import attend_packed
 from megatron_rl.precision import kv_cache
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention with grouped-query heads. Uses torch's fused operator on a GPU, and the engine's operator on a CPU.
-
-    Packed sequences: [t, heads, d] with `packed_seq_params` from `make_packed_params` -> [t, heads * d]. A context-parallel rank passes its
-    own positions of the row. A batch: [s, b, heads, d], padded at the end -> [s, b, heads * d].
+    """Causal attention of packed sequences with grouped-query heads (`PackedRowParams.attend`): [t, heads, d] with `packed_seq_params`
+    from `make_packed_params` -> [t, heads * d]. A context-parallel rank passes its own positions of the row.
 
     With `quantizes_kv`, keys and values are rounded like in the engine's E4M3 cache, by the fixed scales `kv_scales` (float32 [2], keys and
     values) if there are any (`mcore.weights.cache_scales`).
@@ -38,28 +33,13 @@ class CoreAttention(MegatronModule):
         self.register_buffer("kv_scales", torch.ones(2) if config.scale_kv_by_layer else None)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
-        packed = options.get("packed_seq_params")
         if self.kv_amax is not None:
             seen = torch.stack([x.detach().abs().amax() for x in (key, value)])
             torch.maximum(self.kv_amax, seen.float(), out=self.kv_amax)
         if self.quantizes_kv:
             key, value = self.pass_through_cache(key, value)
-        if packed is not None:
-            return attend_packed(query, key, value, packed, self.softmax_scale, take_weight(self.softmax_offset), self.window).flatten(1)
-        if self.config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism supports only packed sequences")
-        if self.softmax_offset is not None:  # the batch as a packed row
-            tokens, batch = query.shape[:2]
-            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            groups = group_by_length([tokens] * batch)
-            out = grouped_attention(q, k, v, groups, self.softmax_scale, take_weight(self.softmax_offset), self.window)
-            return out.unflatten(0, (batch, tokens)).transpose(0, 1).flatten(2)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
-        if q.is_cuda:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-        else:
-            out = batch_invariant.causal_attention(q, k, v, self.softmax_scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        row, sinks = options["packed_seq_params"], take_weight(self.softmax_offset)
+        return row.attend(query, key, value, self.softmax_scale, sinks, self.window).flatten(1)
 
     def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as read back from an E4M3 cache."""
@@ -86,8 +66,8 @@ class SinkCoreAttention(CoreAttention):
 
 
 class AbsorbedCoreAttention(CoreAttention):
-    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`. Packed
-    sequences only: [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
+    """Attention over latents, followed by each head's product with its part V [h, v, rank] of kv_b, which is passed as `value`:
+    [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
         heads, _, rank = value.shape

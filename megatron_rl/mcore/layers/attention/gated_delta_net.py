@@ -43,9 +43,8 @@ class GatedDeltaNetParts:
 
 
 class GatedDeltaNetLayer(MegatronModule):
-    """The attention of a layer whose kind is `parallel.attention.GatedDeltaNet`. Packed rows [t, 1, h] with `packed_seq_params`, or a batch
-    [s, b, h] padded at the end -> (y of the same shape, None); [t / tp, 1, h] under sequence parallelism, t / cp with context
-    parallelism."""
+    """The attention of a layer whose kind is `parallel.attention.GatedDeltaNet`. Packed rows [t, 1, h] with `packed_seq_params` ->
+    (y of the same shape, None); [t / tp, 1, h] under sequence parallelism, t / cp with context parallelism."""
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetParts, layer_number: int, pg_collection: Any, **_: Any) -> None:
         super().__init__(config)
@@ -63,20 +62,12 @@ class GatedDeltaNetLayer(MegatronModule):
         self.out_proj = submodules.out_proj(kind.v_width, config.hidden_size, **options, input_is_parallel=True, skip_bias_add=True)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any) -> Any:
-        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
-        tokens, batch = qkvz.shape[:2]
-        if packed_seq_params is None:
-            if self.config.context_parallel_size > 1:
-                raise NotImplementedError("context parallelism supports only packed sequences")
-            lengths, shard = [tokens] * batch, None
-        else:
-            lengths, shard = packed_seq_params.lengths, packed_seq_params.shard
-        qkvz, ba = (x.transpose(0, 1).flatten(0, 1) for x in (qkvz, ba))  # one sequence after the other
+        qkvz, ba = (projection(hidden_states)[0].squeeze(1) for projection in (self.in_proj_qkvz, self.in_proj_ba))
         *qkv, z = qkvz.split(list(self.widths), -1)
         b, a = ba.split(self.heads.v, -1)
-        out = self._attend(qkv, a, b, lengths, shard)
+        out = self._attend(qkv, a, b, packed_seq_params.lengths, packed_seq_params.shard)
         normed = self.norm(out, z.unflatten(-1, (self.heads.v, -1))).flatten(1)
-        return self.out_proj(normed.unflatten(0, (batch, tokens)).transpose(0, 1))
+        return self.out_proj(normed.unsqueeze(1))
 
     @property
     def widths(self) -> tuple[int, int, int, int]:

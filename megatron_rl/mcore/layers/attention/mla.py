@@ -56,7 +56,7 @@ class LatentAttention(MLASelfAttention):
     ) -> tuple[torch.Tensor | None, ...]:
         """Return queries and keys [t, h, nope + rope] and values [t, h, v]. On a GPU, packed rows are rotated without waiting for the
         device."""
-        if packed_seq_params is None or not rotates_rows(hidden_states):
+        if not rotates_rows(hidden_states):
             return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, packed_seq_params, **kw)
         return self.expand(hidden_states, self._make_rotation(hidden_states, packed_seq_params))
 
@@ -85,15 +85,15 @@ class LatentAttention(MLASelfAttention):
 
     def _make_rotation(self, hidden_states: torch.Tensor, row: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the rotary embedding of this micro-batch. It leaves rotated values interleaved in pairs."""
-        if row is not None and row.rotation is not None:
+        if row.rotation is not None:
             return row.rotation.rotate
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
-        angles = self.rotary_pos_emb(length, packed_seq=row is not None)
+        angles = self.rotary_pos_emb(length, packed_seq=True)
         angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
-        if row is not None and rotates_rows(hidden_states):  # Megatron's angles are repeated twice
+        if rotates_rows(hidden_states):  # Megatron's angles are repeated twice
             return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
-        starts, angles = (None, angles) if row is None else (row.cu_seqlens_q, row.spread_angles(angles))
-        options = {"config": self.config, "cu_seqlens": starts, "mscale": mscale, "cp_group": self.pg_collection.cp}
+        angles = row.spread_angles(angles)
+        options = {"config": self.config, "cu_seqlens": row.cu_seqlens_q, "mscale": mscale, "cp_group": self.pg_collection.cp}
         options["mla_rotary_interleaved"] = True
 
         def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron returns the first elements of all pairs, then the second ones
@@ -108,12 +108,9 @@ class AbsorbedLatentAttention(LatentAttention):
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: Any = None, position_ids: Any = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope] and, instead of values, V [h, v, rank]; [s, b, ...] for a
-        batch."""
+        """Return queries [t, h, rank + rope], latents [t, 1, rank + rope] and, instead of values, V [h, v, rank]."""
         config, heads = self.config, self.num_attention_heads_per_partition
-        q, latents = self._project_queries(hidden_states).unflatten(-1, (heads, -1)), self._project_latents(hidden_states).unsqueeze(-2)
-        if packed_seq_params is not None:
-            q, latents = q.squeeze(1), latents.squeeze(1)
+        q, latents = self._project_queries(hidden_states).squeeze(1).unflatten(-1, (heads, -1)), self._project_latents(hidden_states)
         rotate = self._make_rotation(hidden_states, packed_seq_params)
         q_nope, q_rope = q.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
         k_nope, k_rope = latents.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
@@ -123,6 +120,6 @@ class AbsorbedLatentAttention(LatentAttention):
         return query, torch.cat([k_nope, rotate(k_rope)], -1), value_part, None, None
 
     def _project_latents(self, x: torch.Tensor) -> torch.Tensor:
-        """Project [s / tp, b, hidden] to [s, b, rank + rope] on every rank. The gradients of all ranks' heads are summed."""
+        """Project [t / tp, 1, hidden] to [t, 1, rank + rope] on every rank. The gradients of all ranks' heads are summed."""
         nope, rope = self.linear_kv_down_proj(x)[0].split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], -1)
         return self._share(torch.cat([self.kv_layernorm(nope), rope], -1))

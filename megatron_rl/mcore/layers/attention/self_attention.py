@@ -30,16 +30,16 @@ from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self attention for packed rows and batches, on any device."""
+    """Self attention for packed rows, on any device."""
 
     _rotation = PerMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """Return the output of Megatron's layer. On a GPU, packed rows are rotated here."""
-        row, repeated = options.get("packed_seq_params"), options.get("rotary_pos_emb")
-        if row is not None and repeated is not None and not rope.rotates_rows(hidden_states):
+        row, repeated = options["packed_seq_params"], options["rotary_pos_emb"]
+        if not rope.rotates_rows(hidden_states):
             options["rotary_pos_emb"] = row.spread_angles(repeated)
-        elif row is not None and repeated is not None:
+        else:
             angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
             once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
             self._rotation = row.make_rotation(once, interleaved, self._yarn_concentration_factor)

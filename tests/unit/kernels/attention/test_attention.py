@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from support.causal_attention import causal_attention
 from support.kernel_tests import random
 
-from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.attention import reference as packed_attention
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
@@ -20,7 +20,7 @@ def row(heads: int, groups: int, width: int, values: int, dtype: torch.dtype = t
 
 def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(LENGTHS, 2) for x in (query, key, value)), strict=True)
-    return torch.cat([batch_invariant.causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
+    return torch.cat([causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
 
 
 def assert_same_gradients(output: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
