@@ -122,7 +122,7 @@ def spread_packed(packed, groups):
 
 def quantize_swiglu(gate_up, gradient, scale_format, *, rows, columns, groups=None, row_multiple=1, column_multiple=128):
     """Return the kernel's results and layouts, from the references."""
-    result = swiglu.multiply_reference(gate_up) if gradient is None else swiglu.differentiate_reference(gate_up, gradient)
+    result = swiglu.multiply(gate_up) if gradient is None else swiglu.differentiate(gate_up, gradient)
     return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple)
 
 

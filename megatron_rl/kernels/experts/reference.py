@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import with_kernel
+
 
 def scatter_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return `[n k, h]`: each token of x `[n, h]`, of any dtype, at its k places. The gradient of a token is the sum over its rows."""
@@ -27,35 +29,26 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, scatters: bool) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.scatters = scatters
-        return (_scatter if scatters else _sum)(x, order)
+        return (scatter if scatters else sum_rows)(x, order)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (_sum if ctx.scatters else _scatter)(gradient, *ctx.saved_tensors), None, None
+        return (sum_rows if ctx.scatters else scatter)(gradient, *ctx.saved_tensors), None, None
 
 
-def _scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        from megatron_rl.kernels.experts.triton import scatter
-
-        return scatter(x, order)
+@with_kernel
+def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return x.new_empty(order.numel(), x.shape[1]).index_copy_(0, order.flatten(), x.repeat_interleave(order.shape[1], 0))
 
 
-def _sum(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        from megatron_rl.kernels.experts.triton import sum_rows
-
-        return sum_rows(x, order)
+@with_kernel
+def sum_rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, order.flatten()).unflatten(0, order.shape).sum(1, dtype=torch.float32).to(x.dtype)
 
 
+@with_kernel
 def collect(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the rows `places` of x `[T, h]`, multiplied by float32 weights `[n]` in FP32 and rounded once. No gradient."""
-    if x.is_cuda:
-        from megatron_rl.kernels.experts.triton import collect_rows
-
-        return collect_rows(x, places, weights)
     rows = x.index_select(0, places)
     return rows if weights is None else weigh(rows, weights)
 

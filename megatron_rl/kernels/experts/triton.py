@@ -76,8 +76,8 @@ def sum_rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def collect_rows(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows `places` `[n]` of x `[T, h]`, multiplied by the weights `[n]`."""
+def collect(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `kernels.experts.reference.collect`."""
     x, result = x.contiguous(), torch.empty(len(places), x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
         given = torch.empty(0, device=x.device) if weights is None else weights.contiguous()

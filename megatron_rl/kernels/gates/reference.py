@@ -3,26 +3,21 @@
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.batch_invariant import sigmoid
 from megatron_rl.precision.threads import single_threaded
 
 
+@with_kernel
 def gate_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return rms_norm(x) weight silu(z) `[..., v_dim]`, computed in float32 and rounded once, with gradient. `weight` is `[v_dim]`."""
-    if x.is_cuda:
-        from megatron_rl.kernels.gates import triton
-
-        return triton.gate_norm(x, z, weight, eps)
     z = z.float()
     with single_threaded():
         normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * (z * sigmoid(z))).to(x.dtype)
 
 
+@with_kernel
 def gate(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Return x sigmoid(z) `[..., n]`, computed in float32 and rounded once, with gradient. `z` is `[..., n]` or `[..., 1]`."""
-    if x.is_cuda:
-        from megatron_rl.kernels.gates import triton
-
-        return triton.gate(x, z)
     return (x.float() * sigmoid(z.float())).to(x.dtype)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.heads import Heads, Norms
-from megatron_rl.kernels.norm.reference import differentiate_reference, normalize_reference
-from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
+from megatron_rl.kernels.norm.reference import differentiate, normalize_reference
+from megatron_rl.kernels.rope.reference import Rotation, rotate
 
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -34,24 +35,13 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(mixed, of_query, of_key)
         ctx.heads = heads
         norms = None if of_query is None or of_key is None else (of_query, of_key)
-        if mixed.is_cuda:
-            from megatron_rl.kernels.heads.triton import rotate
-
-            query, key = rotate(mixed, heads, norms)
-        else:
-            query, key = rotate_heads_reference(mixed, heads, norms)
-        return query, key, view_heads(mixed, heads)[2]
+        return *rotate_heads(mixed, heads, norms), view_heads(mixed, heads)[2]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mixed, *weights = ctx.saved_tensors
         norms = None if weights[0] is None else (weights[0], weights[1])
-        if mixed.is_cuda:
-            from megatron_rl.kernels.heads.triton import differentiate
-
-            of_mixed, of_norms = differentiate(gradients, mixed, ctx.heads, norms)
-        else:
-            of_mixed, of_norms = differentiate_heads_reference(gradients, mixed, ctx.heads, norms)
+        of_mixed, of_norms = differentiate_heads(gradients, mixed, ctx.heads, norms)
         return of_mixed, *(of_norms or (None, None)), None
 
 
@@ -61,25 +51,25 @@ def view_heads(mixed: torch.Tensor, heads: Heads) -> QueryKeyValue:
     return by_head[:, :, : heads.queries], by_head[:, :, heads.queries : -1], by_head[:, :, -1]
 
 
-def rotate_heads_reference(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the kernel's (query, key) on any device."""
+@with_kernel
+def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key of `split_heads`, without gradient."""
     query, key = (part.flatten(1, 2) for part in view_heads(mixed, heads)[:2])
     if norms is not None:
         query, key = (normalize_reference(x, None, weight, heads.eps)[2] for x, weight in zip((query, key), norms, strict=True))
-    return rotate_reference(query, heads.rotation, 0, 1.0), rotate_reference(key, heads.rotation, 0, 1.0)
+    return rotate(query, heads.rotation, 1.0), rotate(key, heads.rotation, 1.0)
 
 
-def differentiate_heads_reference(
-    gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms
-) -> tuple[torch.Tensor, Norms]:
+@with_kernel
+def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
     """Return (gradient of `mixed`, gradients of the norm weights) for the gradients of query, key and value."""
     parts, of_norms = [], []
     for number, x in enumerate(view_heads(mixed, heads)[:2]):
-        dx = rotate_reference(gradients[number], heads.rotation, 0, -1.0)
+        dx = rotate(gradients[number], heads.rotation, -1.0)
         if norms is not None:
             flat = x.flatten(1, 2)
             statistic = normalize_reference(flat, None, norms[number], heads.eps)[1]
-            dx, of_weight = differentiate_reference(dx, flat, statistic, norms[number], None)
+            dx, of_weight = differentiate(dx, flat, statistic, norms[number], None)
             of_norms.append(of_weight)
         parts.append(dx.view(x.shape))
     of_mixed = torch.cat([*parts, gradients[2].unsqueeze(2)], 2).view(mixed.shape)

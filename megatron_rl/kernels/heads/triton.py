@@ -88,21 +88,21 @@ def differentiate_head_tile(
     tl.store(result + at + second[None, :], db.to(result.dtype.element_ty), mask=inside)
 
 
-def rotate(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (query, key) of `kernels.heads.reference.split_heads`. Raise ValueError if shapes do not match."""
+def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.heads.reference.rotate_heads`. Raise ValueError if shapes do not match."""
     dim = _check(mixed, heads)
     query, key = (mixed.new_empty(len(mixed), count, dim) for count in (heads.groups * heads.queries, heads.groups))
     if len(mixed):
         grid = triton.cdiv(len(mixed), _TOKENS), heads.groups * (heads.queries + 1)
         read = mixed.view(len(mixed), heads.groups, -1)[:, :, :-dim]
         rotate_head_tile[grid](
-            read, query, key, *_weights(mixed, norms), *_tables(heads), len(mixed), heads.eps, **_constants(heads, norms)
-        )
+            read, query, key, *(norms or (mixed[:0], mixed[:0])), *heads.rotation[:3], len(mixed), heads.eps, **_constants(heads, norms)
+        )  # fmt: skip
     return query, key
 
 
-def differentiate(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
-    """Compute `kernels.heads.reference.differentiate_heads_reference`. Raise ValueError if shapes do not match."""
+def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
+    """Compute `kernels.heads.reference.differentiate_heads`. Raise ValueError if shapes do not match."""
     dim, (dq, dk, dv) = _check(mixed, heads), (gradient.contiguous() for gradient in gradients)
     tiles = triton.cdiv(len(mixed), _TOKENS)
     result = torch.empty_like(mixed)
@@ -110,7 +110,8 @@ def differentiate(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads:
     if len(mixed):
         read = mixed.view(len(mixed), heads.groups, -1)[:, :, :-dim] if norms else mixed[:0]
         differentiate_head_tile[tiles, heads.groups * (heads.queries + 2)](
-            dq, dk, dv, read, result, *_weights(mixed, norms), sums, *_tables(heads), len(mixed), heads.eps, **_constants(heads, norms)
+            dq, dk, dv, read, result, *(norms or (mixed[:0], mixed[:0])), sums, *heads.rotation[:3], len(mixed), heads.eps,
+            **_constants(heads, norms),
         )  # fmt: skip
     if norms is None:
         return result, None
@@ -124,14 +125,6 @@ def _check(mixed: torch.Tensor, heads: Heads) -> int:
     if not fits or not mixed.is_contiguous():
         raise ValueError(f"mixed {list(mixed.shape)}, {heads.groups} groups of {heads.queries} + 2 heads of width {dim} do not match")
     return dim
-
-
-def _weights(mixed: torch.Tensor, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
-    return norms or (mixed[:0], mixed[:0])
-
-
-def _tables(heads: Heads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return heads.rotation.cos, heads.rotation.sin, heads.rotation.positions
 
 
 def _constants(heads: Heads, norms: Norms) -> dict[str, Any]:

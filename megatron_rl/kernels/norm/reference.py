@@ -8,6 +8,8 @@ it (`NormBackend.quantize_norm`). The backward pass needs `total` and `statistic
 
 import torch
 
+from megatron_rl.kernels import with_kernel
+
 
 def normalize_reference(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -19,7 +21,8 @@ def normalize_reference(
     return total, statistic, (values * statistic.unsqueeze(-1) * weight.float()).to(x.dtype)
 
 
-def differentiate_norm(
+@with_kernel
+def differentiate(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (gradient of x and residual `[..., h]`, gradient of the weight `[h]`).
@@ -28,17 +31,6 @@ def differentiate_norm(
         gradient: Gradient of `normed`. Its contribution is rounded before `of_total` is added, as in autograd.
         of_total: Gradient of `total`, or None.
     """
-    if gradient.is_cuda:
-        from megatron_rl.kernels.norm.triton import differentiate
-
-        return differentiate(gradient, total, statistic, weight, of_total)
-    return differentiate_reference(gradient, total, statistic, weight, of_total)
-
-
-def differentiate_reference(
-    gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the kernel's result on any device."""
     dy, scale = gradient.float(), statistic.unsqueeze(-1)
     normalized = total.float() * scale
     weighted = dy * weight.float()

@@ -54,7 +54,7 @@ def differentiate_norm_rows(
 def differentiate(
     gradient: torch.Tensor, total: torch.Tensor, statistic: torch.Tensor, weight: torch.Tensor, of_total: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `kernels.norm.reference.differentiate_norm`. Raise ValueError if shapes do not match."""
+    """Compute `kernels.norm.reference.differentiate`. Raise ValueError if shapes do not match."""
     tokens, width = statistic.numel(), total.shape[-1]
     if gradient.shape != total.shape or statistic.shape != total.shape[:-1] or (of_total is not None and of_total.shape != total.shape):
         raise ValueError(f"total {list(total.shape)}, its gradient and the gradient of its norm {list(gradient.shape)} do not match")

@@ -7,10 +7,11 @@ and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. Megatr
 as CPU engines do, and reads the length of every sequence from the device; `mcore` uses it on a CPU.
 """
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+
+from megatron_rl.kernels import with_kernel
 
 
 def rotates_rows(x: torch.Tensor) -> bool:
@@ -18,8 +19,7 @@ def rotates_rows(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """The rotation of the tokens of a row, the same for all layers."""
 
     cos: torch.Tensor  # float32 `[positions, pairs]`, like `sin`
@@ -32,36 +32,30 @@ class Rotation:
         """Return the rotation by `angles` float32 `[positions, pairs]`, with cos and sin multiplied by `scale` as in YaRN."""
         return cls((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous(), positions, interleaved)
 
-    def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return x `[t, heads, d]` with two numbers per angle of each head rotated, from element `start` on, with gradient."""
-        return _Rotate.apply(x, self, start)
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x `[t, heads, d]` with the first two numbers per angle of each head rotated, with gradient."""
+        return _Rotate.apply(x, self)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rotation: Rotation, start: int) -> torch.Tensor:
-        ctx.rotation, ctx.start = rotation, start
-        return _rotate(x, rotation, start, 1.0)
+    def forward(ctx: Any, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        ctx.rotation = rotation
+        return rotate(x, rotation, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotate(gradient, ctx.rotation, ctx.start, -1.0), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rotate(gradient, ctx.rotation, -1.0), None
 
 
-def _rotate(x: torch.Tensor, rotation: Rotation, start: int, sign: float) -> torch.Tensor:
-    if x.is_cuda:
-        from megatron_rl.kernels.rope.triton import rotate
-
-        return rotate(x, rotation.cos, rotation.sin, rotation.positions, start, sign, rotation.interleaved)
-    return rotate_reference(x, rotation, start, sign)
-
-
-def rotate_reference(x: torch.Tensor, rotation: Rotation, start: int, sign: float) -> torch.Tensor:
-    """Compute the kernel's result on any device. float64 holds the product of two float32 exactly, like a fused multiply-add."""
+@with_kernel
+def rotate(x: torch.Tensor, rotation: Rotation, sign: float) -> torch.Tensor:
+    """Return x rotated by `sign` times the angles, without gradient. float64 holds the product of two float32 exactly, like a fused
+    multiply-add."""
     cos, sin = (table[rotation.positions].unsqueeze(1) for table in (rotation.cos, rotation.sin * sign))
-    end, step = start + 2 * cos.shape[-1], 2 if rotation.interleaved else 1
-    first = slice(start, end, 2) if rotation.interleaved else slice(start, start + cos.shape[-1])
-    second = slice(first.start + (1 if rotation.interleaved else cos.shape[-1]), end, step)
+    pairs = cos.shape[-1]
+    first = slice(0, 2 * pairs, 2) if rotation.interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if rotation.interleaved else slice(pairs, 2 * pairs)
     a, b, result = x[..., first].float(), x[..., second].float(), x.clone(memory_format=torch.contiguous_format)
     result[..., first] = _fuse(a, cos, -(b * sin)).to(x.dtype)
     result[..., second] = _fuse(a, sin, b * cos).to(x.dtype)

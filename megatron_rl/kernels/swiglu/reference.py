@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import with_kernel
+
 
 def is_fused() -> bool:
     """Return whether models on this machine compute SwiGLU in one pass."""
@@ -21,29 +23,22 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        if x.is_cuda:
-            from megatron_rl.kernels.swiglu.triton import multiply
-
-            return multiply(x)
-        return multiply_reference(x)
+        return multiply(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        if x.is_cuda:
-            from megatron_rl.kernels.swiglu.triton import differentiate
-
-            return differentiate(x, gradient)
-        return differentiate_reference(x, gradient)
+        return differentiate(*ctx.saved_tensors, gradient)
 
 
-def multiply_reference(x: torch.Tensor) -> torch.Tensor:
-    """Compute the kernel's result on any device."""
+@with_kernel
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    """Compute `swiglu` without gradient."""
     gate, up = x.float().chunk(2, -1)
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
-def differentiate_reference(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+@with_kernel
+def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient of x `[..., 2 F]` for the gradient `[..., F]` of the result."""
     (gate, up), dy = x.float().chunk(2, -1), gradient.float()
     share = 1 / (1 + (-gate).exp())

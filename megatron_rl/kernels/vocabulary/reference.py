@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.sums import reference as tree
 
 
@@ -24,24 +25,26 @@ class RowScores(NamedTuple):
     entropies: torch.Tensor
 
 
+@with_kernel
 def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return m, s, w and the logit of the target, float32 `[n, 4]`, for logits `[n, v]`. `columns` int64 `[n]` are the columns of the
-    targets, out of range if another rank holds the target."""
-    if logits.is_cuda:
-        from megatron_rl.kernels.vocabulary.triton import summarize_rows
+    """Return m, s, w and the logit of the target, float32 `[n, 4]`, for contiguous logits `[n, v]`. `columns` int64 `[n]` are the columns
+    of the targets, out of range if another rank holds the target."""
+    scaled = logits.float() / temperature
+    largest = scaled.amax(-1, keepdim=True)
+    shifted = scaled - largest
+    weights = shifted.exp()
+    here = (columns >= 0) & (columns < logits.shape[-1])
+    at_target = scaled.gather(-1, (columns * here).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    return torch.stack([largest.squeeze(-1), weights.sum(-1), (shifted * weights).sum(-1), at_target], -1)
 
-        return summarize_rows(logits, columns, temperature)
-    return summarize_reference(logits, columns, temperature)
 
-
+@with_kernel
 def differentiate_(logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, gradient: torch.Tensor, temperature: float) -> None:
-    """Replace the logits `[n, v]` by their gradient (one-hot - softmax) / temperature * gradient; log_sums and gradient float32 `[n]`."""
-    if logits.is_cuda:
-        from megatron_rl.kernels.vocabulary.triton import differentiate_rows_
-
-        differentiate_rows_(logits, columns, log_sums, gradient / temperature, temperature)
-    else:
-        differentiate_reference_(logits, columns, log_sums, gradient / temperature, temperature)
+    """Replace contiguous logits `[n, v]` by their gradient (one-hot - softmax) / temperature * gradient; log_sums and gradient float32
+    `[n]`."""
+    scaled, here = gradient / temperature, (columns >= 0) & (columns < logits.shape[-1])
+    of_logits = (logits.float() / temperature - log_sums.unsqueeze(-1)).exp_().mul_(-scaled.unsqueeze(-1))
+    logits.copy_(of_logits.scatter_add_(-1, (columns * here).unsqueeze(-1), (scaled * here).unsqueeze(-1)))
 
 
 def combine(parts: Sequence[torch.Tensor]) -> RowScores:
@@ -54,23 +57,3 @@ def combine(parts: Sequence[torch.Tensor]) -> RowScores:
     s, w, x = tree.add(terms).unbind(-1)
     logarithms = s.log()
     return RowScores((x - largest) - logarithms, largest + logarithms, logarithms - w / s)
-
-
-def summarize_reference(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Compute the kernel's result on any device."""
-    scaled = logits.float() / temperature
-    largest = scaled.amax(-1, keepdim=True)
-    shifted = scaled - largest
-    weights = shifted.exp()
-    here = (columns >= 0) & (columns < logits.shape[-1])
-    at_target = scaled.gather(-1, (columns * here).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-    return torch.stack([largest.squeeze(-1), weights.sum(-1), (shifted * weights).sum(-1), at_target], -1)
-
-
-def differentiate_reference_(
-    logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, scaled: torch.Tensor, temperature: float
-) -> None:
-    """Compute the kernel's result in place, on any device."""
-    here = (columns >= 0) & (columns < logits.shape[-1])
-    gradient = (logits.float() / temperature - log_sums.unsqueeze(-1)).exp_().mul_(-scaled.unsqueeze(-1))
-    logits.copy_(gradient.scatter_add_(-1, (columns * here).unsqueeze(-1), (scaled * here).unsqueeze(-1)))

@@ -54,8 +54,8 @@ def differentiate_logits(logits, result, columns, log_sums, scaled, width, tempe
     tl.store(result + row * width + column, gradient.to(result.dtype.element_ty), mask=inside)
 
 
-def summarize_rows(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return float32 `[n, 4]` for contiguous logits `[n, v]` and columns int64 `[n]`."""
+def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Compute `kernels.vocabulary.reference.summarize`. Raise ValueError if shapes do not match."""
     _check(logits, columns)
     result = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -64,14 +64,13 @@ def summarize_rows(logits: torch.Tensor, columns: torch.Tensor, temperature: flo
     return result
 
 
-def differentiate_rows_(
-    logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, scaled: torch.Tensor, temperature: float
-) -> None:
-    """Replace contiguous logits `[n, v]` by scaled (one-hot - e^(logits / temperature - log_sums)); scaled and log_sums float32 `[n]`."""
+def differentiate_(logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.Tensor, gradient: torch.Tensor, temperature: float) -> None:
+    """Compute `kernels.vocabulary.reference.differentiate_`. Raise ValueError if shapes do not match."""
     _check(logits, columns)
     if len(logits):
         grid = len(logits), triton.cdiv(logits.shape[1], _COLUMNS)
         options = {"SCALED": temperature != 1.0, "COLUMNS": _COLUMNS}
+        scaled = gradient / temperature
         differentiate_logits[grid](logits, logits, columns, log_sums, scaled, logits.shape[1], temperature, **options, **LAUNCH)
 
 

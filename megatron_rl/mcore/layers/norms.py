@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.linear.base import NormBackend
 from megatron_rl.kernels.linear.gather import can_gather
-from megatron_rl.kernels.norm.reference import differentiate_norm
+from megatron_rl.kernels.norm import reference as rms
 from megatron_rl.mcore.layers.linear.exchange import make_placeholder
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
 from megatron_rl.mcore.layers.linear.quantized_matmul import Normed
@@ -101,7 +101,7 @@ class QuantizingNorm(torch.autograd.Function):
         total, statistic, weight = ctx.saved_tensors
         if gradient is None:
             return of_total, of_total if ctx.needs_input_grad[1] else None, *[None] * 4
-        dx, dw = differentiate_norm(gradient, total, statistic, weight, of_total)
+        dx, dw = rms.differentiate(gradient, total, statistic, weight, of_total)
         return dx, dx if ctx.needs_input_grad[1] else None, dw if ctx.needs_input_grad[2] else None, None, None, None
 
 

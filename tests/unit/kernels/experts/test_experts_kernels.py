@@ -43,7 +43,8 @@ def test_scatter_and_sum_are_each_others_gradients():
 
 @in_interpreter
 def test_the_kernels_give_the_references_bits():
-    from megatron_rl.kernels.experts.triton import collect_rows, scatter, sum_rows
+    from megatron_rl.kernels.experts.triton import collect as collect_rows
+    from megatron_rl.kernels.experts.triton import scatter, sum_rows
 
     order, places, weights = make_order(), torch.tensor([7, 0, 3]), torch.tensor([0.3, 1.7, 0.0])
     for dtype, width in ((torch.float32, 48), (torch.bfloat16, 64), (torch.int32, 33)):
@@ -80,7 +81,8 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
 
 @in_interpreter
 def test_bytes_and_scales_match_separate_kernels():
-    from megatron_rl.kernels.experts.triton import collect_rows, pack, quantize_weighed, spread_packed
+    from megatron_rl.kernels.experts.triton import collect as collect_rows
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
     groups = TokenGroups.from_counts(SENT, "cpu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.kernel_tests import in_interpreter, random
 
-from megatron_rl.kernels.heads import Heads
-from megatron_rl.kernels.heads.reference import can_rotate, differentiate_heads_reference, rotate_heads_reference, split_heads
+from megatron_rl.kernels.heads import Heads, reference
+from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope.reference import Rotation
 
 POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 6, 5])
@@ -38,17 +38,17 @@ def test_it_is_split_norm_and_rotation_with_their_gradients(interleaved, normed)
 @in_interpreter
 def test_the_kernels_results_are_the_references():
     """Up to the last bits: the interpreter has no fused multiply-add and truncates to BF16."""
-    from megatron_rl.kernels.heads.triton import differentiate, rotate
+    from megatron_rl.kernels.heads.triton import differentiate_heads, rotate_heads
 
     for dtype, interleaved, normed in ((torch.float32, False, True), (torch.bfloat16, True, True), (torch.float32, True, False)):
         heads, mixed = make_heads(interleaved), random(9, GROUPS * (QUERIES + 2) * DIM, seed=0, dtype=dtype)
         norms = (torch.linspace(-1, 2, DIM).to(dtype), torch.linspace(0.5, 2, DIM).to(dtype)) if normed else None
         near = {"rtol": 2**-6, "atol": 2e-2} if dtype is torch.bfloat16 else {"atol": 1e-5}
-        for a, b in zip(rotate(mixed, heads, norms), rotate_heads_reference(mixed, heads, norms), strict=True):
+        for a, b in zip(rotate_heads(mixed, heads, norms), reference.rotate_heads(mixed, heads, norms), strict=True):
             assert torch.allclose(a.float(), b.float(), **near)
         gradients = tuple(random(9, count, DIM, seed=1, dtype=dtype) for count in (GROUPS * QUERIES, GROUPS, GROUPS))
-        found, of_norms = differentiate(gradients, mixed, heads, norms)
-        wanted, of_norms_wanted = differentiate_heads_reference(gradients, mixed, heads, norms)
+        found, of_norms = differentiate_heads(gradients, mixed, heads, norms)
+        wanted, of_norms_wanted = reference.differentiate_heads(gradients, mixed, heads, norms)
         assert torch.allclose(found.float(), wanted.float(), **near) and (of_norms is None) == (norms is None)
         for a, b in zip(of_norms or (), of_norms_wanted or (), strict=True):
             assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=near.get("rtol", 1e-5), atol=5 * near["atol"])

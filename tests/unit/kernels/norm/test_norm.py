@@ -5,7 +5,8 @@ import torch
 from support.fp8_reference import same_bits, uneven
 from support.kernel_tests import in_interpreter
 
-from megatron_rl.kernels.norm.reference import differentiate_norm, normalize_reference
+from megatron_rl.kernels.norm import reference
+from megatron_rl.kernels.norm.reference import normalize_reference
 from parallel.formats import BLOCK
 
 EPS = 1e-6
@@ -50,7 +51,6 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
 
 @in_interpreter
 def test_the_kernels_gradients_are_the_references():
-    from megatron_rl.kernels.norm.reference import differentiate_reference
     from megatron_rl.kernels.norm.triton import differentiate
 
     for dtype, tokens, adds in (
@@ -64,7 +64,7 @@ def test_the_kernels_gradients_are_the_references():
         statistic, weight = torch.rsqrt(total.float().square().mean(-1) + EPS), torch.linspace(-1, 2, 96).to(dtype)
         given = dy, total, statistic, weight, of_total if adds else None
         near = {"rtol": 2**-6, "atol": 1e-2} if dtype is torch.bfloat16 else {"atol": 1e-5}
-        for found, wanted in zip(differentiate(*given), differentiate_reference(*given), strict=True):
+        for found, wanted in zip(differentiate(*given), reference.differentiate(*given), strict=True):
             assert found.dtype == wanted.dtype and torch.allclose(found.float(), wanted.float(), **near)
 
 
@@ -76,7 +76,7 @@ def test_the_gradient_is_autograds():
     total, statistic, normed = normalize_reference(x, residual, weight, EPS)
     assert torch.allclose(normed, torch.nn.functional.rms_norm(x + residual, (24,), weight, EPS), atol=1e-6)
     wanted = torch.autograd.grad((total, normed), (x, weight), (of_total, dy))
-    found = differentiate_norm(dy, total.detach(), statistic.detach(), weight.detach(), of_total)
+    found = reference.differentiate(dy, total.detach(), statistic.detach(), weight.detach(), of_total)
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))
 
 

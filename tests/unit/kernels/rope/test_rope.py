@@ -10,7 +10,8 @@ from support.processes import call_in_fresh_process
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.kernels.rope.reference import Rotation, rotate_reference
+from megatron_rl.kernels.rope import reference
+from megatron_rl.kernels.rope.reference import Rotation
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.platform import stub_modules
 
@@ -45,11 +46,11 @@ def test_it_is_megatrons_rotation_rounded_once(interleaved, pairs, width, scale)
 
 def test_other_numbers_of_a_head_stay_and_the_gradient_turns_back():
     rotation, x = make_rotation(4), torch.randn(9, 2, 24, requires_grad=True)
-    y = rotation.rotate(x, start=16)
-    assert torch.equal(y[..., :16], x[..., :16]) and torch.allclose(y[..., 16:], rotation.rotate(x[..., 16:]))
+    y = rotation.rotate(x)
+    assert torch.equal(y[..., 8:], x[..., 8:]) and torch.allclose(y[..., :8], rotation.rotate(x[..., :8]))
     gradient = torch.randn_like(y)
     y.backward(gradient)
-    assert torch.allclose(y.norm(), x.norm()) and torch.allclose(rotation.rotate(x.grad, start=16), gradient, atol=1e-6)
+    assert torch.allclose(y.norm(), x.norm()) and torch.allclose(rotation.rotate(x.grad), gradient, atol=1e-6)
 
 
 @in_interpreter
@@ -57,23 +58,22 @@ def test_the_kernels_results_are_the_references():
     """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""
     from megatron_rl.kernels.rope.triton import rotate
 
-    for pairs, width, start, interleaved in ((16, 32, 0, False), (16, 32, 0, True), (8, 20, 0, False), (4, 24, 16, True)):
+    for pairs, width, interleaved in ((16, 32, False), (16, 32, True), (8, 20, False), (4, 24, True)):
         for dtype in (torch.bfloat16, torch.float32):
             mixed = torch.randn(9, 7, width, generator=torch.Generator().manual_seed(pairs)).to(dtype)
             x, rotation = mixed[:, 1:6], make_rotation(pairs, interleaved)
             for sign in (1.0, -1.0):
-                kernel = rotate(x, rotation.cos, rotation.sin, rotation.positions, start, sign, interleaved)
-                wanted = rotate_reference(x, rotation, start, sign)
+                kernel, wanted = rotate(x, rotation, sign), reference.rotate(x, rotation, sign)
                 bound = {"rtol": 2**-7, "atol": 1e-6} if dtype is torch.bfloat16 else {"atol": 1e-6}
                 assert torch.allclose(kernel.float(), wanted.float(), **bound), (pairs, dtype)
-    assert rotate(x[:0], rotation.cos, rotation.sin, rotation.positions[:0], 0, 1.0, False).shape == (0, 5, 24)
+    assert rotate(x[:0], rotation._replace(positions=rotation.positions[:0]), 1.0).shape == (0, 5, 24)
 
 
 def compile_kernel() -> tuple[str, str]:
     """Return (PTX, report of the assembler) for the queries of Qwen3."""
     from megatron_rl.kernels.rope.triton import LAUNCH, rotate_token
 
-    fixed = dict(START=0, WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)
+    fixed = dict(WIDTH=128, PAIRS=64, INTERLEAVED=False, HEADS_TILE=32, PAIRS_TILE=64, WIDTH_TILE=128)
     types = {"x": "*bf16", "result": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "sign": "fp32"}
     return compile_for_hopper(rotate_token, LAUNCH, types, fixed, ("token_stride", "head_stride"))
 

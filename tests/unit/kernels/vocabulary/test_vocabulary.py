@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.kernel_tests import in_interpreter
 
-from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, differentiate_reference_, summarize, summarize_reference
+from megatron_rl.kernels.vocabulary.reference import combine, differentiate_, summarize
 
 ROWS, VOCABULARY = 5, 96
 
@@ -39,16 +39,16 @@ def test_parts_of_the_vocabulary_match_the_whole(ranks, temperature):
 def test_the_kernels_results_are_the_references():
     from megatron_rl.kernels.vocabulary import triton as kernels
 
-    assert kernels.summarize_rows(torch.empty(0, 96), torch.empty(0, dtype=torch.int64), 1.0).shape == (0, 4)
+    assert kernels.summarize(torch.empty(0, 96), torch.empty(0, dtype=torch.int64), 1.0).shape == (0, 4)
     for vocabulary in (96, 5000):  # more than a program looks at together
         for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):  # the interpreter truncates to BF16
             for temperature in (1.0, 0.7):
                 logits, targets = draw(dtype, vocabulary)
                 targets[0], targets[1] = -7, vocabulary  # another rank's
-                found, wanted = (f(logits, targets, temperature) for f in (kernels.summarize_rows, summarize_reference))
+                found, wanted = (f(logits, targets, temperature) for f in (kernels.summarize, summarize))
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
-                log_sums, scaled = combine([wanted]).log_sums, torch.linspace(-1, 1, ROWS)
+                log_sums, gradient = combine([wanted]).log_sums, torch.linspace(-1, 1, ROWS)
                 in_place = logits.clone(), logits.clone()
-                kernels.differentiate_rows_(in_place[0], targets, log_sums, scaled, temperature)
-                differentiate_reference_(in_place[1], targets, log_sums, scaled, temperature)
+                kernels.differentiate_(in_place[0], targets, log_sums, gradient, temperature)
+                differentiate_(in_place[1], targets, log_sums, gradient, temperature)
                 assert torch.allclose(in_place[0].float(), in_place[1].float(), rtol=bound, atol=1e-6)
