@@ -55,12 +55,7 @@ def write_on_rank0(work: Callable[[], object]) -> None: ...
 def write_on_rank0(work: Callable[[], T], kind: Any) -> T: ...
 def write_on_rank0(work: Callable[[], Any], kind: Any = None) -> Any:
     """Like `run_on_rank0`, for work that writes to disk: an OSError is raised as a RunError. Collective."""
-
-    def attempt() -> Any:
-        with as_run_error():
-            return work()
-
-    return run_on_rank0(attempt, kind)
+    return run_on_rank0(as_run_error()(work), kind)
 
 
 def broadcast_from(rank: int, value: T, kind: Any) -> T:

@@ -90,7 +90,7 @@ class ByteProof:
 
     def _describe(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> _Suspect:
         blocks = _split_into_blocks(transfer)
-        digests = [digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]
+        digests = [digest(named_tensors[transfer.source], offset_rect(block, transfer.source_rect)) for block in blocks]
         source = f"{transfer.source} of trainer rank {self._rank}"
         return _Suspect(transfer.target_rank, transfer.target, transfer.target_rect, blocks, digests, source, transfer.format.name)
 
@@ -99,10 +99,10 @@ class ByteProof:
         rank, name, corner, blocks, expected, trainer, format = cast(_Suspect, broadcast_from(source, suspect, _Suspect))
 
         def find_first_difference(engine: Engine) -> Rect:
-            actual = engine.digest_rects({rank: [(name, _offset_rect(block, corner)) for block in blocks]})[rank]
+            actual = engine.digest_rects({rank: [(name, offset_rect(block, corner)) for block in blocks]})[rank]
             return next((block for block, a, b in zip(blocks, expected, actual, strict=True) if a != b), blocks[0])
 
-        block = _offset_rect(self._engine.run(find_first_difference, Rect), corner)
+        block = offset_rect(self._engine.run(find_first_difference, Rect), corner)
         raise RunError(
             f"the sync is not proved: {name} of engine rank {rank} differs from {trainer}; "
             f"first in rows {block.row}..{block.row + block.rows - 1}, columns {block.col}..{block.col + block.cols - 1} ({format})"
@@ -132,12 +132,16 @@ def _digest_on_engine(engine: Engine, asked: Sequence[bytes]) -> list[list[str]]
 
 def _split_into_blocks(transfer: Transfer) -> list[Rect]:
     """Return a transfer's blocks relative to its corner: single values for scales, tiles of `BLOCK` for unquantized tensors."""
-    rect = transfer.target_rect
     rows, cols = (1, 1) if transfer.of_scales else transfer.format.block or (BLOCK, BLOCK)
-    cols = cols or rect.cols
+    return cut_rect(transfer.target_rect, rows, cols)
+
+
+def cut_rect(rect: Rect, rows: int, cols: int) -> list[Rect]:
+    """Return the parts of at most these sizes of a rectangle, relative to its corner; 0 stands for the whole rectangle's size."""
+    rows, cols = rows or rect.rows, cols or rect.cols
     corners = product(range(0, rect.rows, rows), range(0, rect.cols, cols))
     return [Rect(row, col, min(rows, rect.rows - row), min(cols, rect.cols - col)) for row, col in corners]
 
 
-def _offset_rect(block: Rect, corner: Rect) -> Rect:
+def offset_rect(block: Rect, corner: Rect) -> Rect:
     return Rect(corner.row + block.row, corner.col + block.col, block.rows, block.cols)

@@ -30,13 +30,15 @@ class Schedule:
             kept = check_coverage(plan, {rank: received[rank] for rank in range(self._rank, len(plan.targets), self._world)})
         self._senders = {rank: [chunk.source for chunk in chunks] for rank, chunks in received.items()}
         self._texts = {rank: encode_chunks(chunks) for rank, chunks in received.items()}
-        sizes = gather_from_ranks([(rank, *size, len(received[rank])) for rank, size in kept.items()], list[tuple[int, int, int, int]])
-        ordered = sorted(each for part in sizes for each in part)
+        parts = gather_from_ranks([(rank, *size, len(received[rank])) for rank, size in kept.items()], list[tuple[int, int, int, int]])
+        ordered = sorted(each for part in parts for each in part)
         self.sizes = [Size(tensors, nbytes) for _, tensors, nbytes, _ in ordered]
         """Size of each engine rank's weights."""
         self.counts = [count for *_, count in ordered]
         """Number of chunks that each engine rank receives."""
-        own = count_bytes(self.own), max((chunk.nbytes for chunk in self.own), default=0), _count_scales(plan, self._rank)
+        sizes = [chunk.nbytes for chunk in self.own]
+        scales = [each.target_rect for each in plan.transfers if each.of_scales and each.source_rank == self._rank]
+        own = sum(sizes), max(sizes, default=0), sum(rect.rows * rect.cols for rect in scales)
         sent = gather_from_ranks(own, tuple[int, int, int])
         self.total_bytes, self.scales = sum(nbytes for nbytes, _, _ in sent), sum(scales for *_, scales in sent)
         self.route = Route(
@@ -80,12 +82,3 @@ class Schedule:
     def _gather(self, texts: dict[int, str]) -> dict[int, str]:
         parts = gather_on_rank0(json.dumps(texts).encode())
         return {int(rank): text for part in parts for rank, text in json.loads(part).items()}
-
-
-def count_bytes(chunks: Iterable[Chunk]) -> int:
-    return sum(chunk.nbytes for chunk in chunks)
-
-
-def _count_scales(plan: SyncPlan, rank: int) -> int:
-    own = (transfer for transfer in plan.transfers if transfer.of_scales and transfer.source_rank == rank)
-    return sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in own)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, is_rank0
@@ -22,7 +21,7 @@ from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.engine_emulation import emulate_engine
-from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
 from megatron_rl.rollout.engine import Engine
@@ -155,8 +154,7 @@ def _make_sample(prompt: np.ndarray, generation: Generation, number: int) -> Tra
 
 def _score(actor: Actor, samples: list[TrainingSample]) -> dict[int, torch.Tensor]:
     """Return the trainer's log-probs of rank 0's samples, by number. Each sample is scored by one replica. Collective."""
-    shares = deal(compute_costs([sample.length for sample in samples]), count_replicas()) if samples else []
-    own = scatter_samples([[samples[index] for index in share] for share in shares])
+    own = share_out(samples)
     logprobs = actor.compute_logprobs(own)[0]
     few = {sample.number: values.tolist() for sample, values in zip(own, logprobs, strict=True)}
     return {number: torch.tensor(values) for number, values in reduce.merge_replicas(few, list[float]).items()}

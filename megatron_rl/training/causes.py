@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 
@@ -15,11 +14,10 @@ from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.sync.proof import find_differences
+from megatron_rl.sync.proof import cut_rect, find_differences, offset_rect
 from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
-from parallel.shards import Rect
 
 _SMALL_ULPS = 16
 """Differences up to this many units in the last place are likely those of another order of a sum."""
@@ -84,7 +82,7 @@ def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named
     then blocks, rows, and elements of the wrong ones. Each rank needs the transfers that it sends. Collective."""
     parts = [each for each in transfers if each.source_rank == get_rank()]
     for rows, cols in ((0, 0), (BLOCK, BLOCK), (1, BLOCK), (1, 1)):
-        parts = [part for each in parts for part in _split(each, rows or each.target_rect.rows, cols or each.target_rect.cols)]
+        parts = [part for each in parts for part in _split(each, rows, cols)]
         first: dict[tuple[int, str], Transfer] = {}
         for index in find_differences(parts, engine, named_tensors):
             first.setdefault((parts[index].target_rank, parts[index].target), parts[index])
@@ -98,15 +96,10 @@ def find_wrong_bytes(transfers: Sequence[Transfer], engine: Rank0[Engine], named
 
 
 def _split(each: Transfer, rows: int, cols: int) -> list[Transfer]:
-    """Return a transfer in parts of at most these sizes."""
-    whole = each.target_rect
-    corners = product(range(0, whole.rows, rows), range(0, whole.cols, cols))
-    places = [Rect(row, col, min(rows, whole.rows - row), min(cols, whole.cols - col)) for row, col in corners]
-    return [each._replace(source_rect=_place(each.source_rect, part), target_rect=_place(whole, part)) for part in places]
-
-
-def _place(corner: Rect, part: Rect) -> Rect:
-    return Rect(corner.row + part.row, corner.col + part.col, part.rows, part.cols)
+    """Return a transfer in the parts of `cut_rect`."""
+    corners = each.source_rect, each.target_rect
+    places = ((offset_rect(part, corner) for corner in corners) for part in cut_rect(each.target_rect, rows, cols))
+    return [each._replace(source_rect=source, target_rect=target) for source, target in places]
 
 
 def _describe_bytes(each: Transfer) -> Finding:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.passes import reduce
-from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.mismatch import TOKENS, MismatchBound, measure_mismatch
@@ -61,9 +60,7 @@ class NewestTokens:
         chosen = Rank0(lambda: self._choose(version))
         if not run_on_rank0(lambda: len(chosen.value), int):
             return {}
-        samples = chosen.value if is_rank0() else []
-        shares = deal(compute_costs([sample.length for sample in samples]), count_replicas()) if samples else []
-        own = scatter_samples([[samples[index] for index in share] for share in shares])
+        own = share_out(chosen.value if is_rank0() else [])
         for sample, logprobs in zip(own, self._actor.compute_logprobs(own)[0], strict=True):
             sample.old_logprobs = logprobs
         return measure_mismatch(own, combine=reduce.combine)

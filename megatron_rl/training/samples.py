@@ -16,13 +16,12 @@ from megatron_rl.algorithm.advantages import compute_advantages
 from megatron_rl.algorithm.length_penalty import center_lone_penalties
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.multi_objective import normalize_then_sum
-from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
-from megatron_rl.mcore.passes.replicas import count_replicas, scatter_samples
+from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics, select_evenly
 from megatron_rl.rollout.worker import RolloutBatch
 
@@ -85,8 +84,7 @@ def share_samples(
     facts = run_on_rank0(lambda: prepared.value.facts, tuple[int, int, int, list[int], dict[str, float]])
     samples = StepSamples([], *facts) if whole is None else replace(whole, mini_batches=[])
     for mini_batch in [[]] * config.algorithm.updates_per_step if whole is None else whole.mini_batches:
-        shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
-        samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))
+        samples.mini_batches.append(share_out(mini_batch, attention_length))
     if routing is not None:
         with errors_on_all_ranks():  # each replica checks its own records
             for sample in samples.own:

@@ -9,7 +9,6 @@ from support.models import FP32
 from support.samples import assert_equal_samples, make_samples
 from support.trainer import start
 
-from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.distributed import is_rank0
 from megatron_rl.mcore.passes import replicas
 from parallel.layout import Layout
@@ -20,9 +19,8 @@ ALL = ("mask", "experts", "kept", "lags")
 def scatter(samples, layout):
     """Return this rank's share of samples that rank 0 has, sent in small pieces."""
     start(layout)
-    shares = deal(compute_costs([sample.length for sample in samples]), layout.dp) if is_rank0() else []
     with mock.patch.object(replicas, "PIECE_BYTES", 1000 if len(samples) > 1 else 64):
-        own = replicas.scatter_samples([[samples[index] for index in share] for share in shares])
+        own = replicas.share_out(samples if is_rank0() else [])
     return copy.deepcopy(own)  # a tensor that goes to another process leaves its memory, where NumPy still looks for kept tokens
 
 

@@ -4,6 +4,7 @@ Rank 0 sends each replica its samples in pieces of bounded size. They go to the 
 to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,20 +20,21 @@ from megatron_rl.distributed import is_rank0, run_on_rank0
 PIECE_BYTES = 16 << 20
 
 
-def count_replicas() -> int:
-    return parallel_state.get_data_parallel_world_size()
-
-
 def select_own(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """Return this replica's share of samples that every rank holds."""
-    shares = deal(compute_costs([sample.length for sample in samples]), count_replicas())
-    return [samples[index] for index in shares[parallel_state.get_data_parallel_rank()]]
+    return _deal(samples, math.inf)[parallel_state.get_data_parallel_rank()]
 
 
-def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSample]:
-    """Send each replica its samples; return this replica's, without fields that the trainer computes, as views of one buffer. Collective.
-    Rank 0 passes the share of each replica; other ranks pass nothing."""
-    outgoing = [SampleBytes(share) for share in shares] if is_rank0() else []
+def _deal(samples: Sequence[TrainingSample], attention_length: float) -> list[list[TrainingSample]]:
+    """Return each replica's share of samples, which all cost about the same (`batch.packing`)."""
+    shares = deal(compute_costs([sample.length for sample in samples], attention_length), parallel_state.get_data_parallel_world_size())
+    return [[samples[index] for index in share] for share in shares]
+
+
+def share_out(samples: Sequence[TrainingSample], attention_length: float = math.inf) -> list[TrainingSample]:
+    """Send each replica its share of rank 0's samples; return this replica's, without fields that the trainer computes, as views of one
+    buffer. What other ranks pass does not matter. Collective."""
+    outgoing = [SampleBytes(share) for share in _deal(samples, attention_length)] if is_rank0() else []
     sizes = run_on_rank0(lambda: [samples.total for samples in outgoing], list[int])
     replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     own = torch.empty(sizes[replica], dtype=torch.uint8)

@@ -13,7 +13,7 @@ follow its queries, and a rank needs those of its own queries.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -150,7 +150,8 @@ class _HeadExchange(torch.autograd.Function):
         received = _swap(parts, [cut.count(cut.own, to) for to in everyone], cut, ctx.group)
         addends = defaultdict(list)
         for to, part in enumerate(received):
-            for column, addend in _split(part, cut.columns(cut.own, to)):
+            columns = cut.columns(cut.own, to)  # `part` has them one after the other
+            for column, addend in zip(columns, part.split([each.stop - each.start for each in columns], -1), strict=True):
                 addends[column.start, column.stop].append(addend)
         total = rows.new_empty(len(rows), cut.width)
         for (start, stop), parts in addends.items():
@@ -181,12 +182,3 @@ def _swap(parts: list[torch.Tensor], widths: list[int], cut: _HeadCut, group: An
     dist.all_to_all_single(flat, sent, sizes, splits, group=group)
     pieces = flat.split(sizes)[first : first + cut.ranks]
     return [parts[cut.own] if number == cut.own else piece.view(rows, widths[number]) for number, piece in enumerate(pieces)]
-
-
-def _split(addends: torch.Tensor, columns: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each column slice with its part of `addends`, in which the slices are adjacent."""
-    start = 0
-    for column in columns:
-        width = column.stop - column.start
-        yield column, addends[:, start : start + width]
-        start += width
