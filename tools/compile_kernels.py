@@ -93,30 +93,30 @@ def launch_all() -> None:
             quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
             norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
         order, places = torch.zeros(32, 8, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
-        token_rows_triton.collect_rows(token_rows_triton.scatter(stream, order), places, None)
-        token_rows_triton.collect_rows(stream, places, torch.zeros(256))
+        token_rows_triton.collect(token_rows_triton.scatter(stream, order), places, None)
+        token_rows_triton.collect(stream, places, torch.zeros(256))
         token_rows_triton.sum_rows(torch.zeros(256, width, dtype=torch.bfloat16), order)
     for count, queries, interleaved, normed in ((8, 4, False, True), (1, 8, False, True), (8, 5, False, False), (2, 16, True, False)):
         rotation = Rotation(torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(96, dtype=torch.int64), interleaved)
         layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
-        query, key = heads_triton.rotate(mixed, layout, norms)
-        heads_triton.differentiate((query, key, key), mixed, layout, norms)
+        query, key = heads_triton.rotate_heads(mixed, layout, norms)
+        heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
     for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)
             scales = (torch.zeros(64, width // block), torch.zeros(1, width // block)) if block else ()
             multiply_nodes(left, weight, *scales)
     for heads, width, interleaved in ((32, 128, False), (8, 128, False), (16, 64, True)):
-        tables = torch.zeros(64, width // 2)
-        rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), tables, tables, torch.zeros(4, dtype=torch.int64), 0, 1.0, interleaved)
+        rotation = Rotation(torch.zeros(64, width // 2), torch.zeros(64, width // 2), torch.zeros(4, dtype=torch.int64), interleaved)
+        rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), rotation, 1.0)
     for dtype in (torch.bfloat16, torch.float32):
         halves_of_x = torch.zeros(4, 2 * 12288, dtype=dtype)
         swiglu_triton.differentiate(halves_of_x, swiglu_triton.multiply(halves_of_x))
         logits, targets, sums = torch.zeros(4, 37984, dtype=dtype), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         for temperature in (1.0, 0.7):
-            vocabulary_triton.summarize_rows(logits, targets, temperature)
-            vocabulary_triton.differentiate_rows_(logits, targets, sums, sums, temperature)
+            vocabulary_triton.summarize(logits, targets, temperature)
+            vocabulary_triton.differentiate_(logits, targets, sums, sums, temperature)
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
     launch_gated_delta()
 

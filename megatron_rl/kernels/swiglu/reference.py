@@ -27,7 +27,8 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return differentiate(*ctx.saved_tensors, gradient)
+        (x,) = ctx.saved_tensors
+        return differentiate(x, gradient)
 
 
 @with_kernel
