@@ -6,15 +6,17 @@ says so. All text written by the model is escaped.
 
 import functools
 import os
+from base64 import b64encode
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+from xml.etree import ElementTree
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_rl.config.reading import describe_read_error, open_regular
+from megatron_rl.config.reading import READ_ERRORS, describe_read_error, open_regular, read_file
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, describe, read_declarations
 from megatron_rl.observability.console import proof_verdict
@@ -23,7 +25,6 @@ from megatron_rl.observability.run_folder import METRICS, PROFILE, is_abandoned,
 from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import summarize_evaluations
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
-from megatron_rl.reporting.graph_image import read_graph
 from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
 
 CAUSE_LABELS = {
@@ -35,7 +36,7 @@ CAUSE_LABELS = {
     "total": "engine to newest weights",
 }
 """Labels of the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
-_LOG_LINES, _LOG_BYTES = 20, 1 << 16
+_LOG_LINES, _LOG_BYTES, _GRAPH_BYTES = 20, 1 << 16, 16 << 20
 _UNDECLARED = "run.json has no metric declarations (an older version wrote it), so metrics are listed without descriptions and not plotted"
 
 
@@ -77,7 +78,7 @@ def write_report(run_dir: Path) -> Path:
     facts = read_facts(run_dir)
     run, rows, declared = facts.run, facts.rows, facts.declared
     samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
-    graph, graph_warning = read_graph(run_dir / "graph.svg")
+    graph, graph_warning = _read_graph(run_dir / "graph.svg")
     log, log_warning = _read_end(run_dir / "run.log")
     left_out: list[str] = []
     profiles, evaluations = _read_profiles(run_dir / "profile", left_out), summarize_evaluations(run_dir, left_out)
@@ -275,6 +276,24 @@ def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[
 def _order_by_level(row: dict[str, Any]) -> tuple[bool, float, str]:
     level = row.get("level") or 0
     return (False, level, "") if isinstance(level, int | float) else (True, 0, level)
+
+
+def _read_graph(path: Path) -> tuple[str, str]:
+    """Return the precision graph as the URL of an image that holds it, and a warning. Either is empty. Whatever the file contains, as an
+    image it runs no script, loads nothing, and leaves the page around it as it is."""
+    try:
+        text = read_file(path, _GRAPH_BYTES).decode()
+        if "<!" in text:  # entities can grow without bound
+            raise ValueError("it has a declaration")
+        if ElementTree.fromstring(text).tag != "{http://www.w3.org/2000/svg}svg":
+            raise ValueError("it is not an SVG file")
+        return f"data:image/svg+xml;base64,{b64encode(redact(text).encode()).decode()}", ""
+    except FileNotFoundError:
+        return "", ""
+    except ElementTree.ParseError as error:
+        return "", f"{path.name} was left out: it is not an SVG file ({error})"
+    except READ_ERRORS as error:
+        return "", f"{path.name} was left out: {describe_read_error(error)}"
 
 
 def _read_end(path: Path) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from megatron_rl.observability.run_folder import METRICS, SAMPLES, read_jsonl, r
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.preflight.resumed_run import find_run_to_resume
 from megatron_rl.reporting.comparison import write_comparison
-from megatron_rl.reporting.graph_image import read_graph
 from megatron_rl.reporting.report import write_report
 from megatron_rl.training.resume import choose_checkpoint
 from megatron_rl.versions import collect_versions
@@ -216,22 +216,30 @@ def test_a_resumed_run_keeps_the_rows_after_a_damaged_line(run, capsys):
     "<foreignObject><p>a</p></foreignObject>", "<style>body { display: none }</style>", "<style>@import 'http://evil/x.css';</style>",
     "<style>.precision-graph-r1 { background: url(http://evil) }</style>", "<style>.precision-graph-r1, body { fill: red }</style>",
     "<rect fill='url(http://evil#x)'/>", "<text class='state'>a</text>", "<text id='top'>a</text>", "<use href='#x'/>", "<animate/>",
-    "<g style='position: fixed'/>", "<text xmlns='http://www.w3.org/1999/xhtml'>a</text>", "<text", "]]>",
+    "<g style='position: fixed'/>", "<text xmlns='http://www.w3.org/1999/xhtml'>a</text>", "<text>&lt;script&gt;alert(1)</text>",
 ])  # fmt: skip
-def test_a_foreign_graph_is_left_out(run, content):
+def test_a_foreign_graph_is_an_image_which_cannot_change_the_page_around_it(run, content):
     (run / "graph.svg").write_text(SVG.format(content))
-    picture, warning = read_graph(run / "graph.svg")
-    assert picture == "" and warning.startswith("graph.svg was left out: ")
     page = write_report(run).read_text()
-    assert "graph.svg was left out" in page and "evil" not in page.replace(warning, "") and "<script>" not in page
+    picture = b64encode(SVG.format(content).encode()).decode()
+    assert page.count(f'<img src="data:image/svg+xml;base64,{picture}"') == 1 and "evil" not in page and "<script>" not in page
+    assert "left out" not in page
 
 
-def test_entities_are_refused_and_comments_and_markup_in_text_stay_text(run):
-    (run / "graph.svg").write_text('<!DOCTYPE svg [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]>' + SVG.format("<text>&b;</text>"))
-    assert read_graph(run / "graph.svg") == ("", "graph.svg was left out: cannot be read (it has a declaration)")
-    (run / "graph.svg").write_text(SVG.format("<text>&lt;script&gt;alert(1)&lt;/script&gt;</text>"))
-    picture, warning = read_graph(run / "graph.svg")
-    assert "&lt;script&gt;" in picture and "<script>" not in picture and not warning
+@pytest.mark.parametrize(("content", "reason"), [
+    ('<!DOCTYPE svg [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]>' + SVG.format("&b;"), "cannot be read (it has a declaration)"),
+    (SVG.format("<text"), "it is not an SVG file ("), (SVG.format("]]>"), "it is not an SVG file ("),
+    ("<html><script>alert(1)</script></html>", "cannot be read (it is not an SVG file)"),
+])  # fmt: skip
+def test_a_graph_that_is_no_svg_file_or_has_entities_is_left_out(run, content, reason):
+    (run / "graph.svg").write_text(content)
+    page = write_report(run).read_text()
+    assert f"graph.svg was left out: {reason}" in page and "<img" not in page and "<script>" not in page
+
+
+def test_the_graph_shows_no_token(run):
+    (run / "graph.svg").write_text(SVG.format(f"<text>hf_{'a' * 34}</text>"))
+    assert b64encode(SVG.format("<text>***</text>").encode()).decode() in write_report(run).read_text()
 
 
 def test_two_runs_without_rows_are_compared(run, tmp_path):
