@@ -34,6 +34,7 @@ from megatron_rl.rollout.engine_placement import (
 from parallel.attention import GatedDeltaNet, LatentAttention
 from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks.scheduling import RESERVED
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server_options import find_sglang_folder, make_arguments
@@ -104,7 +105,7 @@ def make_server_arguments(
         "tp-size": rollout.tp,
         "ep-size": rollout.ep,
         "max-running-requests": rollout.max_running_requests,
-        "max-total-tokens": rollout.max_total_tokens,
+        "max-total-tokens": rollout.max_total_tokens + RESERVED,
         "random-seed": seed,
         "weight-version": "0",
         "log-level": "warning",

@@ -7,6 +7,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import WorldPool
@@ -19,6 +21,8 @@ DEFAULT_CASES = {
     "test_no_patch_is_needless": 1, "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
 }  # fmt: skip
 """How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
+
+SHARE_AN_ENGINE = ("test_same_bytes", "test_sampling", "test_switches")  # the fixture `unified`
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +40,19 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
     are forked in milliseconds from a server that lives as long as the session."""
     with WorldPool(tmp_path_factory.mktemp("worlds")) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, and all files that share an engine to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "unified" if Path(file).stem in SHARE_AN_ENGINE else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are selected by marker

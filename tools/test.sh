@@ -31,6 +31,7 @@ install_test_packages() (
 bash "$root/launch/setup.sh"
 cd "$root"
 install_test_packages
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same files, and would compile each of them again
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=.venv/bin/python
 $python -m ruff check .

@@ -73,17 +73,17 @@ def broadcast_bytes(data: bytes, source: int) -> bytes:
     return data if get_rank() == source else sent.cpu().numpy().tobytes()
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the bytes of all ranks, or of all ranks of `group`, in rank order. Collective."""
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None, everywhere: bool = True) -> list[bytes]:
+    """Return the bytes of all ranks, or of all ranks of `group`, in rank order; on rank 0 alone unless `everywhere`. Collective."""
     device, count = _find_device(group), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.long, device=device) for _ in range(count)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
     lengths = torch.cat(sizes).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = _to_tensor(data)
-    parts = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in range(count)]
-    dist.all_gather(parts, padded.to(device), group)
-    return [part.cpu().numpy()[:length].tobytes() for part, length in zip(parts, lengths, strict=True)]
+    parts = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in range(count if everywhere or is_rank0() else 0)]
+    dist.all_gather(parts, padded.to(device), group) if everywhere else dist.gather(padded.to(device), parts or None, 0)
+    return [part.cpu().numpy()[:length].tobytes() for part, length in zip(parts, lengths, strict=False)]
 
 
 def exchange_bytes(parts: list[bytes]) -> list[bytes]:
@@ -102,9 +102,7 @@ def exchange_bytes(parts: list[bytes]) -> list[bytes]:
 
 def gather_on_rank0(data: bytes) -> list[bytes]:
     """Return the bytes of all ranks on rank 0, and nothing elsewhere. Collective."""
-    size, is_first = get_rank_and_size()[1], is_rank0()
-    received = exchange_bytes([data, *[b""] * (size - 1)])
-    return received if is_first else []
+    return gather_bytes(data, everywhere=False) if get_rank_and_size()[1] > 1 else [data]
 
 
 def scatter_from_rank0(parts: list[bytes]) -> bytes:

@@ -81,6 +81,17 @@ def longest_sequence_fits(facts: Facts) -> None:
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them" + other)
 
 
+@rule(Needs.ENGINE)
+def engines_hold_the_longest_sequence(facts: Facts) -> None:
+    """An engine would end longer completions early."""
+    longest, rollout = facts.config.longest_sequence, facts.config.rollout
+    held = {"max_total_tokens": rollout.max_total_tokens, "sglang.context_length": rollout.sglang.get("context_length")}
+    for name, tokens in held.items():
+        if isinstance(tokens, int) and tokens < longest:
+            rule = f"is less than the longest sequence ({longest} tokens)"
+            raise UserError(f"rollout.{name}", tokens, rule, "raise it, or shorten sequences")
+
+
 @rule(Needs.MODEL | Needs.TRAINER)
 def expert_settings_have_experts(facts: Facts) -> None:
     """Without experts, these settings would be ignored silently."""

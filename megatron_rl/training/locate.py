@@ -75,10 +75,10 @@ class Locator:
     def _walk(self, number: int, prompt: np.ndarray) -> Rank0[Report]:
         engine = Rank0(lambda: _take(self._engines.value, number))
         found, recorder = self._compare(engine, prompt)
-        if found.run(lambda walk: walk.uncomputed > 0, bool):  # what was cached hides its computation
-            fresh = self._compare_uncached(engine, prompt)
-            found, recorder = fresh or self._compare(engine, prompt)  # its values are still needed
         element = read_element(found, recorder, engine)
+        # what was cached hides its computation
+        if found.run(lambda walk: walk.uncomputed > 0, bool) and (fresh := self._compare_uncached(engine, prompt)):
+            found, element = fresh[0], read_element(*fresh, engine)
         stale = engine.run(lambda engine: engine.find_stale_tensors(), list[dict[str, str]])  # before digests, which drop float copies
         engine.run(lambda engine: engine.stop_recording())
         training = read_training_graph(self._policy.model)

@@ -16,8 +16,6 @@ ARCHITECTURE = "DeepseekV32ForCausalLM"
 _OF_INDEXER = ("indexer_rope_interleave", "index_skip_topk_offset", "index_share_for_mtp_iteration")
 """Fields that change nothing but what an indexer selects. Without a frequency above 1, no layer is skipped."""
 
-_RESERVED = 2  # positions of its context that SGLang leaves unused
-
 
 def read(config: HFConfig) -> ModelGeometry:
     return read_sparse(config.with_defaults(index_n_heads=64))
@@ -37,7 +35,7 @@ def read_sparse(config: HFConfig) -> ModelGeometry:
 
 def describe_to_engine(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config.json as that of a DeepSeek-V3, which ends sequences at index_topk tokens."""
-    longest, names = config["index_topk"] + _RESERVED, ("max_position_embeddings", "model_max_length")
+    longest, names = config["index_topk"], ("max_position_embeddings", "model_max_length")
     limits = {name: min(config[name], longest) for name in names if config.get(name) is not None}
     kept = {name: value for name, value in config.items() if not name.startswith("index") and not name.endswith("layer_types")}
     return kept | {"max_position_embeddings": longest} | limits | {"model_type": "deepseek_v3", "architectures": [deepseek_v3.ARCHITECTURE]}

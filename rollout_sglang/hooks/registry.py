@@ -62,6 +62,7 @@ def _list_hooks() -> list[Hook]:
         (_INT8_LINEAR + "process_weights_after_loading", startup.keep_int8_layout, "REPLACE"),
         ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", scheduling.count_tail_tokens, "REPLACE"),
         ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", scheduling.add_request, "AROUND"),
+        ("sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info", scheduling.use_whole_context, "AROUND"),
     ]
     if adapters.read_settings():
         hooks += [

@@ -1,9 +1,10 @@
-"""Hooks on SGLang's scheduler: shared prefill of equal prompts, and stop strings."""
+"""Hooks on SGLang's scheduler: shared prefill of equal prompts, stop strings, and the longest request."""
 
 from collections.abc import Callable
 from typing import Any
 
 MIN_SHARED = 16  # largest number of uncached tokens for which a request does not wait, as they cost less than a separate pass
+RESERVED = 2  # tokens of the KV cache that no request may fill, so that SGLang admits the longest one
 _STARTED = "_megatron_rl_started"
 
 
@@ -37,3 +38,12 @@ def count_tail_tokens(self: Any, new_tokens: int) -> int:
     usual."""
     longest = max((len(text.encode()) for text in self.sampling_params.stop_strs), default=0)
     return min(longest + new_tokens, len(self.output_ids))
+
+
+def use_whole_context(original: Callable[..., tuple[Any, ...]], self: Any) -> tuple[Any, ...]:
+    """Wrap `TpModelWorker.get_worker_info`, which returns the bounds of a request as fifth and sixth: prompt and completion may fill all
+    positions of the model, and a prompt all but one. SGLang would cut completions two positions earlier without an error, and refuse
+    prompts of the last six."""
+    info = original(self)
+    longest = min(self.model_config.context_len + 1, self.model_runner.effective_logical_max_total_num_tokens - 1)
+    return *info[:4], longest, longest - 1, *info[6:]

@@ -20,7 +20,7 @@ ODD_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key
 @pytest.mark.parametrize(
     "name, precision, engine, changes",
     [
-        ("qwen3_next", "fp32", {}, {}),
+        pytest.param("qwen3_next", "fp32", {}, {}, marks=pytest.mark.long),
         pytest.param("qwen3_5", "fp32", {}, ODD_HEADS, marks=pytest.mark.long),
         pytest.param("qwen3_5", "bf16", {"tp": 2}, {}, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe", "fp32", {"tp": 2, "ep": 2}, {}, marks=pytest.mark.long),

@@ -18,6 +18,7 @@ from megatron_rl.cli.serve import KEY_VARIABLE
 SMALL = ("--rollout.max_total_tokens=4096", "--rollout.max_running_requests=4", "--rollout.start_timeout=900")
 LONG = 1200.0
 ENDLESS = {"ignore_eos": True}
+ENDS = {"bf16": (3, "megatron-rl: the engine ended (exit code -9)"), "fp8": (130, "megatron-rl: interrupted")}
 USER = {"role": "user", "content": "12+3="}
 
 
@@ -40,8 +41,8 @@ def read_lines(folder) -> dict[str, str]:
     return dict(line.split(":", 1) for line in (folder / "stdout").read_text().splitlines())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c(precision, tmp_path, short_folder, monkeypatch):
+@pytest.mark.parametrize("precision", ENDS)
+def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c_or_its_own_end(precision, tmp_path, short_folder, monkeypatch):
     export = make_export(tmp_path, precision)
     given = "a-key_of.my~own+/=" if precision == "fp8" else ""
     monkeypatch.setenv(KEY_VARIABLE, given)
@@ -76,18 +77,11 @@ def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c(precision, t
         assert not any(key in word for words in command_lines(processes).values() for word in words), "readable by every user"
         addresses = {entry.laddr.ip for process in processes for entry in process.net_connections() if entry.status == psutil.CONN_LISTEN}
         assert addresses == {"127.0.0.1"}
-        os.kill(command.pid, signal.SIGINT)
+        if given:
+            os.kill(command.pid, signal.SIGINT)
+        else:
+            next(process for process in processes if "rollout_sglang.server" in process.cmdline()).kill()
         done = command.wait(300)
-    assert (done.code, done.err.splitlines()[-1]) == (130, "megatron-rl: interrupted")
+    assert (done.code, done.err.splitlines()[-1]) == ENDS[precision]
     assert command_lines(alive_after(processes, 60)) == {}
     until(lambda: not os.listdir(short_folder), 60, "no temporary file is left")
-
-
-def test_a_server_that_ends_by_itself_is_an_error_with_its_last_lines(tmp_path):
-    export = make_export(tmp_path, "bf16")
-    with Command(tmp_path, "megatron_rl", "serve", export, "--port", free_port(), *SMALL) as command:
-        until(lambda: command.ended() or "log" in read_lines(tmp_path), LONG, "serving")
-        (server,) = [process for process in psutil.Process(command.pid).children() if "rollout_sglang.server" in process.cmdline()]
-        server.kill()
-        done = command.wait(300)
-    assert done.code == 3 and done.err.splitlines()[-1] == "megatron-rl: the engine ended (exit code -9)"

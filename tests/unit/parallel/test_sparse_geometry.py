@@ -91,12 +91,12 @@ def test_an_engine_gets_a_deepseek_v3_that_ends_at_topk_tokens(family):
     config = ARCHITECTURES[family] | {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full"] * 4, "model_max_length": 4096}
     served = describe_weights(config, CONTRACT)
     assert served["architectures"] == ["DeepseekV3ForCausalLM"] and served["max_position_embeddings"] == 256  # less than index_topk
-    assert served["model_max_length"] == 384 + 2 and not any(name.startswith("index") or name.endswith("layer_types") for name in served)
+    assert served["model_max_length"] == 384 and not any(name.startswith("index") or name.endswith("layer_types") for name in served)
     model, engine = ModelGeometry.from_hf_config(config), ModelGeometry.from_hf_config(served)
     assert engine.family == "deepseek_v3" and engine.most_tokens is None
     assert engine.tensors() == model.tensors() and engine.experts == model.experts and engine.norm_eps == model.norm_eps
     long = describe_weights({name: value for name, value in config.items() if name != "max_position_embeddings"}, CONTRACT)
-    assert long["max_position_embeddings"] == 384 + 2
+    assert long["max_position_embeddings"] == 384
     exported = describe_weights(config, CONTRACT, to_engine=False)
     assert ModelGeometry.from_hf_config(exported) == model and exported["max_position_embeddings"] == 256
 
