@@ -22,12 +22,11 @@ def backend_runs_here(facts: Facts) -> None:
 
 
 @rule(Needs.ENGINE)
-def scales_and_experts_suit_blackwell(facts: Facts) -> None:
+def scales_suit_blackwell(facts: Facts) -> None:
     if facts.capability[0] != requirements.BLACKWELL:
         return
-    contract, experts = facts.contract, bool(facts.hf_config) and facts.model.experts is not None
-    for format, trains in ((contract.trainer_format, experts), (contract.engine_format, False)):
-        if format.quantized and (problem := requirements.find_blackwell_problem(contract.backend, format, trains)):
+    for format in (facts.contract.trainer_format, facts.contract.engine_format):
+        if format.quantized and (problem := requirements.find_blackwell_problem(format)):
             field, rule, fix = problem
             raise UserError(f"precision.{field}", getattr(facts.config.precision, field), rule, fix)
 

@@ -114,8 +114,8 @@ def is_blackwell() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == BLACKWELL
 
 
-def find_blackwell_problem(name: str, format: TensorFormat, experts: bool) -> tuple[str, str, str] | None:
-    """Return (field of `precision`, rule, fix) for a format or backend that does not compute the contract's products on Blackwell, or None.
+def find_blackwell_problem(format: TensorFormat) -> tuple[str, str, str] | None:
+    """Return (field of `precision`, rule, fix) for a format whose products Blackwell does not compute as the contract says, or None.
 
     Both libraries apply scales there in UE8M0, the exponent field of the FP32 scale. DeepGEMM packs it (`csrc/apis/layout.hpp`), and
     Transformer Engine copies it to the four MXFP8 scales of each group of 128 (`swizzle_block_scaling.cu`), with the same bytes. For powers
@@ -126,9 +126,6 @@ def find_blackwell_problem(name: str, format: TensorFormat, experts: bool) -> tu
     if format.scale_format != "pow2":
         rule = "is not supported on Blackwell, whose tensor cores apply only the exponent of a block's scale"
         return "scale_format", rule, "use pow2"
-    if experts and name != "emulated":
-        rule = "cannot train experts in FP8 on Blackwell: DeepGEMM's k_grouped_fp8_gemm_nt_contiguous is for Hopper only"
-        return "backend", rule, "use fp8_rollout or bf16 (precision.mode), or emulated"
     return None
 
 
