@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.linear.requirements import is_blackwell
+from megatron_rl.kernels.blackwell import is_blackwell
 from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
