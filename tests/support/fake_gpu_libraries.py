@@ -226,7 +226,7 @@ def k_grouped_fp8_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c, recipe):
         assert data.shape == (sum(ks), width) and data.is_contiguous() and data.dtype == torch.float8_e4m3fn and width % 4 == 0
         assert scale.shape == (sum(ks) // 128, width) and scale.is_contiguous() and scale.dtype == torch.float32
     before = 0
-    for group, k in enumerate(ks):
+    for group, k in ((group, k) for group, k in enumerate(ks) if k):
         tokens, tiles = slice(before, before + k), slice(before // 128, (before + k) // 128)
         left, right = (
             data[tokens].float().t().contiguous()
