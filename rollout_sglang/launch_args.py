@@ -126,6 +126,8 @@ def make_server_arguments(
         if blackwell.is_blackwell():
             options = blackwell.SERVER_OPTIONS | options
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
+        # SGLang enables a kernel for many models that sums over ranks, adds the residual, and normalizes, past the hooks on each step
+        flags.append("enforce-disable-flashinfer-allreduce-fusion")
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
         kinds = set(map(type, config.make_geometry(read_config(model_path)).attention))

@@ -75,14 +75,17 @@ def launch_all() -> None:
     for scale_format in ("pow2", "fp32"):
         for rows, columns, groups in ((True, True, None), (True, False, None), (False, True, None), (True, True, halves)):
             quantize_activation(x, scale_format, rows=rows, columns=columns, groups=groups)
-        for columns in (True, False):
-            quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns)
+        quantize_activation(x, scale_format, rows=True, columns=True, groups=halves, by_token=True)
+        for columns, by_token in ((True, False), (True, True), (False, False)):
+            quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns, by_token=by_token)
         quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
         if scale_format == "pow2":
             quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(1, 256, dtype=torch.int32).t(), scale_format)
         for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
             for gradient in (None, x[:, :256].contiguous()):
                 quantize_swiglu(x, gradient, scale_format, rows=rows, columns=columns, groups=groups)
+        for gradient in (None, x[:, :256].contiguous()):
+            quantize_swiglu(x, gradient, scale_format, rows=True, columns=True, groups=halves, by_token=True)
     for width in (2048, 4096, 7168):
         for scale_format in ("pow2", "fp32"):
             pack(torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.int64), scale_format)

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls, run_command
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.blackwell import is_blackwell
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.versions import find_install_command, find_version
 
@@ -103,7 +104,7 @@ def describe_jobs() -> list[DiagnosisRow]:
     engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
     attention = "SGLang's torch_native back end"
     if on_gpu:
-        attention = "Triton's on Blackwell" if requirements.is_blackwell() else "SGLang's default for this GPU"
+        attention = "Triton's on Blackwell" if is_blackwell() else "SGLang's default for this GPU"
     note = "little tested on GPUs so far" if on_gpu else "FP8 matrix products are emulated in torch with the trainer's code"
     return [
         DiagnosisRow("trainer's FP8 linears", "emulated by default", "", "set precision.backend to use another back end"),

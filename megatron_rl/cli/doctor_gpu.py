@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.attention import requirements as attention
-from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, is_blackwell, parse_version
+from megatron_rl.kernels.blackwell import is_blackwell
+from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
 from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine_packages import INSTALL
 

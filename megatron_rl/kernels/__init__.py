@@ -18,7 +18,7 @@ def with_kernel(reference: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(reference)
     def run(*args: P.args, **options: P.kwargs) -> T:
-        if not any(getattr(arg, "is_cuda", False) for arg in args):
+        if not any(getattr(arg, "is_cuda", False) for arg in (*args, *options.values())):
             return reference(*args, **options)
         kernels = importlib.import_module(reference.__module__.replace(".reference", ".triton"))
         result: T = getattr(kernels, reference.__name__)(*args, **options)

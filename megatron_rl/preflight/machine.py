@@ -4,6 +4,7 @@ import os
 
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
+from megatron_rl.kernels import blackwell
 from megatron_rl.kernels.attention import requirements as attention
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
@@ -22,12 +23,11 @@ def backend_runs_here(facts: Facts) -> None:
 
 
 @rule(Needs.ENGINE)
-def scales_and_experts_suit_blackwell(facts: Facts) -> None:
-    if facts.capability[0] != requirements.BLACKWELL:
+def scales_suit_blackwell(facts: Facts) -> None:
+    if facts.capability[0] != blackwell.BLACKWELL:
         return
-    contract, experts = facts.contract, bool(facts.hf_config) and facts.model.experts is not None
-    for format, trains in ((contract.trainer_format, experts), (contract.engine_format, False)):
-        if format.quantized and (problem := requirements.find_blackwell_problem(contract.backend, format, trains)):
+    for format in (facts.contract.trainer_format, facts.contract.engine_format):
+        if format.quantized and (problem := blackwell.find_blackwell_problem(format)):
             field, rule, fix = problem
             raise UserError(f"precision.{field}", getattr(facts.config.precision, field), rule, fix)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.linear.requirements import is_blackwell
+from megatron_rl.kernels.blackwell import is_blackwell
 from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
@@ -111,3 +111,8 @@ def multiply_packed(
 def activate_alone(self: Any, x: torch.Tensor, act_fn: Callable[[torch.Tensor], torch.Tensor], down_proj: Any) -> torch.Tensor:
     """Replace `DenseSiluAndMulQuant.forward_decode`, which quantizes SwiGLU's result in the same kernel, by SGLang's formula."""
     return act_fn(x)
+
+
+def multiply_alone(self: Any, gate_up_proj: Any, hidden_size: int) -> None:
+    """Replace `DualGemm._select_mode`, which lets one kernel multiply and activate batches of up to 16 tokens in BF16. It does not round
+    gates before SwiGLU, so a token's bits would depend on the batch."""

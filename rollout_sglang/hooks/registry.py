@@ -101,6 +101,7 @@ def list_blackwell_hooks() -> list[Hook]:
         ("sglang.srt.layers.quantization.fp8_utils.requant_block_scale_ue8m0_for_deepgemm", blackwell.keep_bytes, "AROUND"),
         ("sglang.srt.layers.quantization.fp8_utils.w8a8_block_fp8_matmul_deepgemm", blackwell.multiply_packed, "AROUND"),
         ("sglang.srt.layers.quantization.fp8_activation.DenseSiluAndMulQuant.forward_decode", blackwell.activate_alone, "REPLACE"),
+        ("sglang.srt.layers.dual_gemm.DualGemm._select_mode", blackwell.multiply_alone, "REPLACE"),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
+from rollout_sglang.hooks.blackwell import PACKED
 from rollout_sglang.rehearsal import graphs as rehearsed_graphs
 
 PREFILL, DECODE = "prefill", "decode, eager"
@@ -183,8 +184,9 @@ def find_wrong_product(model: torch.nn.Module, products: set[tuple[str, frozense
             if weight.dtype != torch.float8_e4m3fn:
                 continue
             scale = getattr(module, f"{name}_scale_inv", None)
-            wanted = {tensor.untyped_storage()._cdata for tensor in (weight, scale) if tensor is not None}
-            if scale is None or not any(wanted <= operands for operands in together):
+            forms = () if scale is None else (scale, getattr(scale, PACKED, scale))
+            wanted = [{tensor.untyped_storage()._cdata for tensor in (weight, form)} for form in forms]
+            if not any(each <= operands for each in wanted for operands in together):
                 return f"{path}.{name} is E4M3, and no FP8 product was called with its blocks and scales"
     return ""
 

@@ -37,8 +37,7 @@ _ALONE = {
 }
 """Disable broadcasts over shared memory, the download of FlashAttention 3 (sgl-kernel has it too), and DeepGEMM's precompilation."""
 _NOT_REHEARSED = "e4m3_per_layer"
-"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run. Nor do they on Blackwell, whose attention is
-Triton's."""
+"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run."""
 
 
 def main() -> None:
@@ -50,9 +49,7 @@ def main() -> None:
     config = Config.model_validate(job["config"], strict=False)
     gpu = Gpu(**job["gpu"])
     install_gpu(gpu)
-    from rollout_sglang.hooks import blackwell
-
-    runs = config.precision.kv != _NOT_REHEARSED and not blackwell.is_blackwell()
+    runs = config.precision.kv != _NOT_REHEARSED
     with describe_job(config) as (arguments, chunks):
         import_sglang()
         with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is global

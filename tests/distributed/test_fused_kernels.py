@@ -14,9 +14,10 @@ from support.families import QUANTIZED
 from support.models import FP8, FP32, random_sequences
 from support.trainer import STILL, Trainer, latent_attention, own
 
+from megatron_rl.kernels.experts import deep_gemm
 from megatron_rl.kernels.experts.deep_gemm import view_as_one
 from megatron_rl.kernels.experts.reference import scatter_tokens
-from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.linear import make_backend, make_grouped_backend
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
@@ -31,6 +32,7 @@ LAYERS, SPARSE, EXPERTS = 2, 1, 8
 """Layers, layers with experts, and experts of each of those."""
 BATCH = random_sequences(6, seed=1)
 TRAIN = STILL | {"micro_batch_tokens": 1000}
+GROUPED = ("m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous")
 DEEP_GEMM = {"mode": "fp8_unified", "backend": "deep_gemm", "reduction": "fast"}
 
 
@@ -119,12 +121,14 @@ def run_gpu_operators(folder, precision, batch, ours):
         return trainer.differentiate(batch)
 
 
-def group_experts(folder, batch, recompute, grouped):
+def group_experts(folder, batch, recompute, grouped, blackwell=False):
     """Experts in grouped products: log-probs before and after an update, its gradients, its calls of DeepGEMM, and the graph's words."""
     calls = Counter()
+    make_grouped_backend.cache_clear()
     with stand_ins() as patch:
+        patch.setattr(deep_gemm, "is_blackwell", lambda: blackwell)
         patch.setattr(swiglu, "is_fused", lambda: True)
-        for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"):
+        for name in ("fp8_gemm_nt", *GROUPED):
             function = getattr(fake_gpu_libraries, name)
             patch.setattr(
                 sys.modules["deep_gemm"], name, lambda *a, name=name, function=function, **k: (calls.update([name]), function(*a, **k))[1]
@@ -276,6 +280,19 @@ def test_grouped_products_train_as_one_expert_after_the_other(worlds, model_fold
     assert alone["calls"]["fp8_gemm_nt"] - others > SPARSE * 2 * 3 * EXPERTS / 2 and others <= LAYERS * 4 * 4
     assert all(detail.endswith("DeepGemmExperts") for detail in grouped["details"] if "Linear" in detail)
     assert not any("DeepGemmExperts" in detail for detail in alone["details"])
+
+
+def test_experts_train_on_blackwell_as_on_hopper(worlds, model_folder):
+    """The same bytes and scales in another layout; one DeepGEMM function of WGrad takes the other's place."""
+    folder = model_folder("qwen3_moe", num_hidden_layers=LAYERS, num_experts=EXPERTS)
+    on_hopper, on_blackwell = (worlds(1).call(group_experts, folder, BATCH, "none", True, blackwell)[0] for blackwell in (False, True))
+    assert torch.equal(on_hopper["logprobs"], on_blackwell["logprobs"]) and torch.equal(on_hopper["after"], on_blackwell["after"])
+    assert (on_blackwell["after"] - on_blackwell["logprobs"]).abs().max() > 0.01 and on_blackwell["in_place"] == [True, True]
+    for name, gradient in on_hopper["gradients"].items():
+        assert torch.equal(gradient, on_blackwell["gradients"][name]), name
+    _, of_hopper, of_blackwell = GROUPED
+    assert on_hopper["calls"][of_hopper] == on_blackwell["calls"][of_blackwell] == SPARSE * 2
+    assert of_blackwell not in on_hopper["calls"] and of_hopper not in on_blackwell["calls"]
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), pytest.param(Layout(tp=2, dp=2, ep=4, etp=1), marks=pytest.mark.long)])

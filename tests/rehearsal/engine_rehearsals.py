@@ -125,7 +125,7 @@ def _run(folder, gpu, name):
     for plant in (plant for plant in PLANTED if plant.__name__ == name):
         plant()
     with describe_job(config) as (arguments, chunks):
-        return run_rank(arguments, config, gpu, 0, chunks(0), gpu.capability[0] == 9)
+        return run_rank(arguments, config, gpu, 0, chunks(0), True)
 
 
 def main(folder, gpu, names):

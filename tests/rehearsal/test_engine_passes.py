@@ -33,10 +33,13 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_prompts_and_decoded_tokens_run(ranks, case):
-    rank = ranks[case]
+    check_passes(ranks[case], case, 8192)
+
+
+def check_passes(rank, case, prefill_tokens):
     forward = rank["forward"]
     assert not forward["fault"] and not rank["sync_fault"] and not rank["unknown"]
-    assert forward["captured"] == [1, 16] and forward["decode_requests"] == 16 and forward["prefill_tokens"] == 8192
+    assert forward["captured"] == [1, 16] and forward["decode_requests"] == 16 and forward["prefill_tokens"] == prefill_tokens
     assert [each["phase"] for each in forward["phases"]] == ["prefill", "decode", "decode, eager"]
     prefill, replayed, eager = forward["phases"]
     kind = KINDS.get(case, "fp8")
@@ -58,12 +61,31 @@ def test_a_planted_fault_is_found(ranks, case):
     assert PLANTED[case] in ranks[case]["forward"]["fault"]
 
 
-def test_engines_on_blackwell_hold_what_a_sync_fills(tmp_path):
+@pytest.fixture(scope="module")
+def on_blackwell(tmp_path_factory):
+    """The first engine rank by case."""
+    found = run_module("engine_rehearsals", str(tmp_path_factory.mktemp("engines")), "b200", *PLAIN, path=str(Path(__file__).parent))
+    return json.loads(found.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_prompts_and_decoded_tokens_run_on_blackwell(on_blackwell, case):
+    check_passes(on_blackwell[case], case, 16384)  # SGLang's chunk for a GPU with so much memory
+
+
+def test_attention_multiplies_as_much_on_blackwell_as_on_hopper(ranks, on_blackwell):
+    """Triton's attention and FlashAttention 3, which are counted by functions of their own."""
+    for case in ("dense", "latent"):
+        here, there = (found[case]["forward"]["phases"] for found in (ranks, on_blackwell))
+        assert 2 * here[0]["flops"]["bf16"] == there[0]["flops"]["bf16"], "twice as many prompts"
+    here, there = (found["dense"]["forward"]["phases"][2]["flops"]["bf16"] for found in (ranks, on_blackwell))
+    assert here == there, "each decoded token attends to its whole context"
+
+
+def test_engines_on_blackwell_hold_what_a_sync_fills(on_blackwell):
     """Weights keep their bytes and FP32 scales, every other tensor is known, and all layers quantize by the contract."""
-    cases = ("dense", "experts", "bf16", "latent", "delta")
-    found = run_module("engine_rehearsals", str(tmp_path), "b200", *cases, path=str(Path(__file__).parent))
-    for case, rank in json.loads(found.splitlines()[-1]).items():
-        assert not rank["sync_fault"] and not rank["unknown"] and rank["forward"] is None, (case, rank)
+    for case in ("dense", "experts", "bf16", "latent", "delta"):
+        rank = on_blackwell[case]
         dtypes = {dtype for name, (dtype, _) in rank["tensors"].items() if name.endswith("weight_scale_inv")}
         assert dtypes == (set() if case == "bf16" else {"float32"}) and rank["chunks"]
         assert set(rank["activation_formats"].values()) <= {"fp8 pow2"}

@@ -9,7 +9,7 @@ from support.shipped import run_module
 pytestmark = pytest.mark.long
 
 PLAIN = (
-    *("llama", "llama, bf16, recomputed", "recomputed", "experts", "experts, deep_gemm", "experts, bf16"),
+    *("llama", "llama, bf16, recomputed", "recomputed", "experts", "experts, deep_gemm", "experts, bf16", "experts, blackwell"),
     *("experts, recomputed", "experts, cut", "experts alone", "experts, adapters"),
     *("context parallel", "pipeline", "virtual stages", "disaggregated"),
     *("critic, stages", "adapters", "glm", "glm, mtp", "glm, mtp, stages", "glm, mtp, recomputed"),

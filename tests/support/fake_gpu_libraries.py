@@ -16,7 +16,7 @@ from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ue8m0 import pack_scales
+from megatron_rl.precision.ue8m0 import pack_scales, unpack_scales
 from support.tree_sums import dequantize
 
 _TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"
@@ -38,6 +38,7 @@ def install(monkeypatch):
         fp8_gemm_nt=fp8_gemm_nt,
         m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous,
         k_grouped_fp8_gemm_nt_contiguous=k_grouped_fp8_gemm_nt_contiguous,
+        k_grouped_fp8_gemm_tn_contiguous=k_grouped_fp8_gemm_tn_contiguous,
         get_mk_alignment_for_contiguous_layout=lambda: 128,
     )
     packages = ("transformer_engine", "transformer_engine.pytorch", _TENSOR, f"{_TENSOR}.storage")
@@ -75,12 +76,13 @@ class TransformerEngineFinder:
             extension.DType = SimpleNamespace(kFloat8E4M3="e4m3")
 
 
-def quantize_activation(x, scale_format, *, rows, columns, groups=None):
+def quantize_activation(x, scale_format, *, rows, columns, groups=None, by_token=False):
     """Return the kernel's results and layouts, from the reference quantizer."""
-    return _quantize_rows(x if groups is None else spread(x, groups), scale_format, rows=rows, columns=columns, groups=groups)
+    x = x if groups is None else spread(x, groups)
+    return _quantize_rows(x, scale_format, rows=rows, columns=columns, groups=groups, by_token=by_token)
 
 
-def _quantize_rows(x, scale_format, *, rows, columns, groups):
+def _quantize_rows(x, scale_format, *, rows, columns, groups, by_token=False):
     tokens, width = x.shape
     of_rows, of_columns = None, None
     if rows:
@@ -94,6 +96,8 @@ def _quantize_rows(x, scale_format, *, rows, columns, groups):
         parts = [part.t().contiguous() for part in torch.split(data.view(torch.uint8), groups.lengths if groups else [len(padded)])]
         flat = torch.cat([part.flatten() for part in parts])
         of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
+        if by_token:
+            of_columns = data, of_columns[1]
     return of_rows, of_columns
 
 
@@ -102,9 +106,10 @@ def spread(x, groups):
     return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
 
 
-def quantize_weighed(gradient, outputs, weights, groups, scale_format, *, columns):
+def quantize_weighed(gradient, outputs, weights, groups, scale_format, *, columns, by_token=False):
     """Return the kernel's results and layouts, from separate operators."""
-    of_rows, of_columns = quantize_activation(weigh(gradient, weights), scale_format, rows=True, columns=columns, groups=groups)
+    options = {"columns": columns, "groups": groups, "by_token": by_token}
+    of_rows, of_columns = quantize_activation(weigh(gradient, weights), scale_format, rows=True, **options)
     return of_rows, of_columns, (gradient.float() * outputs[groups.places]).sum(-1)
 
 
@@ -120,10 +125,10 @@ def spread_packed(packed, groups):
     return spread(packed[:, :width], groups).view(torch.float8_e4m3fn), scale.view(torch.float32)
 
 
-def quantize_swiglu(gate_up, gradient, scale_format, *, rows, columns, groups=None, row_multiple=1, column_multiple=128):
+def quantize_swiglu(gate_up, gradient, scale_format, *, rows, columns, groups=None, by_token=False, row_multiple=1, column_multiple=128):
     """Return the kernel's results and layouts, from the references."""
     result = swiglu.multiply(gate_up) if gradient is None else swiglu.differentiate(gate_up, gradient)
-    return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple)
+    return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple, by_token)
 
 
 def quantize_norm(x, residual, weight, eps, scale_format, *, columns, row_multiple=1, column_multiple=128):
@@ -133,11 +138,11 @@ def quantize_norm(x, residual, weight, eps, scale_format, *, columns, row_multip
     return total, statistic, *_quantize_padded(normed.flatten(0, -2), scale_format, True, columns, None, row_multiple, column_multiple)
 
 
-def _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple):
+def _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple, by_token=False):
     tokens = len(result)
     padded = torch.cat([result, result.new_zeros(-tokens % row_multiple, result.shape[1])])
     of_rows, _ = quantize_activation(padded, scale_format, rows=rows, columns=False)
-    _, of_columns = _quantize_rows(result, scale_format, rows=False, columns=columns, groups=groups)
+    _, of_columns = _quantize_rows(result, scale_format, rows=False, columns=columns, groups=groups, by_token=by_token)
     if of_columns is not None and groups is None:
         data = of_columns[0].view(torch.uint8)[:, : tokens + -tokens % column_multiple].contiguous()
         of_columns = data.view(torch.float8_e4m3fn), of_columns[1]
@@ -207,6 +212,26 @@ def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, grouped_layout, c, recipe):
             data[before * rows : (before + k) * rows].view(rows, k).float()
             * scale[:, before // 128 : (before + k) // 128].repeat_interleave(128, 1)
             for (data, scale), rows in ((a, m), (b, n))
+        )
+        d[group] += left @ right.t()
+        before += k
+
+
+def k_grouped_fp8_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c, recipe):
+    """Multiply as on sm_100, where scales are packed first: an int32 has those of four neighboring groups of 128 tokens of one expert."""
+    groups, m, n = d.shape
+    assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.is_contiguous() and d.dtype == torch.float32
+    assert grouped_layout.tolist() == ks and grouped_layout.dtype == torch.int32 and len(ks) == groups <= 128
+    for (data, scale), width in ((a, m), (b, n)):
+        assert data.shape == (sum(ks), width) and data.is_contiguous() and data.dtype == torch.float8_e4m3fn and width % 4 == 0
+        assert scale.shape == (sum(ks) // 128, width) and scale.is_contiguous() and scale.dtype == torch.float32
+    before = 0
+    for group, k in ((group, k) for group, k in enumerate(ks) if k):
+        tokens, tiles = slice(before, before + k), slice(before // 128, (before + k) // 128)
+        left, right = (
+            data[tokens].float().t().contiguous()
+            * unpack_scales(pack_scales(scale[tiles].t().contiguous(), scale.shape[1]), k // 128).repeat_interleave(128, 1)
+            for data, scale in (a, b)
         )
         d[group] += left @ right.t()
         before += k

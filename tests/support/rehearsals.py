@@ -84,6 +84,7 @@ CASES = {
     "experts": (EP, EXPERTS),
     "experts, deep_gemm": ([*EP, *DEEP_GEMM], EXPERTS),
     "experts, bf16": ([*EP, *BF16], EXPERTS),
+    "experts, blackwell": (EP, EXPERTS),
     "experts, cut": (ETP, EXPERTS),
     "experts, by the tree": ([*EP, *TREE], EXPERTS),
     "experts, recomputed, by the tree": ([*EP, *TREE, *FULL], EXPERTS),
@@ -144,7 +145,8 @@ def main(folder, names):
             (folder / "teacher" / "config.json").write_text(json.dumps(TEACHERS[name]))
             overrides = [*overrides, f"--teacher.path={folder / 'teacher'}"]
         with plant():
-            found[name] = rehearse_ranks(load_config(folder / "run.toml", overrides), model, Cluster.from_options(1, 8, "h100"))
+            gpu = "b200" if name.endswith("blackwell") else "h100"
+            found[name] = rehearse_ranks(load_config(folder / "run.toml", overrides), model, Cluster.from_options(1, 8, gpu))
     print(json.dumps(found))
 
 

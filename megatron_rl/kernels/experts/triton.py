@@ -21,7 +21,7 @@ from megatron_rl.kernels.quantize.triton import (
     _store_rows,
     allocate,
     choose_launch,
-    flatten_groups,
+    shape_groups,
 )
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
@@ -94,7 +94,8 @@ def _check(x: torch.Tensor, order: torch.Tensor, rows_of_token: int) -> torch.Te
 @triton.jit
 def quantize_weighed_tile(
     gradient, outputs, weights, of_weights, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens,
-    rows, width, POW2: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    rows, width, POW2: tl.constexpr, COLUMNS: tl.constexpr, BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per 128x128 tile of the rows. It writes its part of each token's sum to `of_weights` float32 [width / 128, tokens]."""
     tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -110,7 +111,7 @@ def quantize_weighed_tile(
     if COLUMNS:
         _store_columns(
             values, column_data, column_scale, group_start, group_length, row, tile, column_tile, rows, width, POW2, True, EPSILON,
-            LARGEST, TILE,
+            LARGEST, TILE, BY_TOKEN,
         )  # fmt: skip
 
 
@@ -144,7 +145,14 @@ def spread_packed_row(packed, sources, data, scales, rows, width, blocks, WIDTH_
 
 
 def quantize_weighed(
-    gradient: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, groups: TokenGroups, scale_format: str, *, columns: bool
+    gradient: torch.Tensor,
+    outputs: torch.Tensor,
+    weights: torch.Tensor,
+    groups: TokenGroups,
+    scale_format: str,
+    *,
+    columns: bool,
+    by_token: bool = False,
 ) -> tuple[QuantizedPair, QuantizedPair | None, torch.Tensor]:
     """Return (rows, columns, gradient of the weights float32 `[n]`). Raise ValueError for shapes that do not match.
 
@@ -163,10 +171,10 @@ def quantize_weighed(
     if groups.rows:
         quantize_weighed_tile[(groups.rows // BLOCK, width // BLOCK)](
             gradient.contiguous(), outputs, weights.contiguous(), sums, rows[0].view(torch.uint8), rows[1], column_data, column_scale,
-            groups.sources, *groups.tiles, tokens, groups.rows, width, POW2=scale_format == "pow2", COLUMNS=columns, EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+            groups.sources, *groups.tiles, tokens, groups.rows, width, POW2=scale_format == "pow2", COLUMNS=columns, BY_TOKEN=by_token,
+            EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
         )  # fmt: skip
-    return rows, flatten_groups(column_pair, groups), sums.sum(0)
+    return rows, shape_groups(column_pair, groups, by_token), sums.sum(0)
 
 
 def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:

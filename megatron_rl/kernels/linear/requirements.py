@@ -20,7 +20,6 @@ from parallel.model_geometry import ModelGeometry
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
 MIN_CUDA = (12, 9)  # first version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels
 _GPUS = (9, 10)  # major compute capabilities: Hopper, and Blackwell for data centers, which applies only powers of two as scales
-BLACKWELL = 10
 
 
 @dataclass(frozen=True)
@@ -104,31 +103,6 @@ def _find_gpu_problem() -> tuple[str, str] | None:
         return f"{torch.cuda.get_device_name()} is neither a Hopper nor a Blackwell GPU for data centers", fix
     if parse_version(torch.version.cuda) < MIN_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}", fix
-    return None
-
-
-def is_blackwell() -> bool:
-    """Return whether this machine's GPU is a Blackwell GPU for data centers (B200, GB200, B300)."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == BLACKWELL
-
-
-def find_blackwell_problem(name: str, format: TensorFormat, experts: bool) -> tuple[str, str, str] | None:
-    """Return (field of `precision`, rule, fix) for a format or backend that does not compute the contract's products on Blackwell, or None.
-
-    Both libraries apply scales there in UE8M0, the exponent field of the FP32 scale. DeepGEMM packs it (`csrc/apis/layout.hpp`), and
-    Transformer Engine copies it to the four MXFP8 scales of each group of 128 (`swizzle_block_scaling.cu`), with the same bytes. For powers
-    of two this is the contract's number, and for any other scale it is up to 2 times smaller.
-    """
-    if format.block is None or format.block[0] == 1:  # a scale for each row is applied after the product
-        return None
-    if format.scale_format != "pow2":
-        rule = "is not supported on Blackwell, whose tensor cores apply only the exponent of a block's scale"
-        return "scale_format", rule, "use pow2"
-    if experts and name != "emulated":
-        rule = "cannot train experts in FP8 on Blackwell: DeepGEMM's k_grouped_fp8_gemm_nt_contiguous is for Hopper only"
-        return "backend", rule, "use fp8_rollout or bf16 (precision.mode), or emulated"
     return None
 
 

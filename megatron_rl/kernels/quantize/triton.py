@@ -4,7 +4,8 @@ Bytes and scales equal those of `precision.fp8`, in the layouts that block-scale
 
     rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors,
               whose scales may have Blackwell's layout (`precision.ue8m0`)
-    columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
+    columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros. Grouped products on Blackwell take
+              data [T, K], not transposed (`by_token`)
 """
 
 from typing import Any
@@ -72,17 +73,21 @@ def _store_rows(
 @triton.jit
 def _store_columns(
     values, data, scales, group_start, group_length, token, token_tile, column_tile, tokens, width, POW2: tl.constexpr,
-    GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, BY_TOKEN: tl.constexpr = False,
 ):  # fmt: skip
-    """Write Q_128x1 of a tile, transposed; `tokens` is the number of tokens of the result."""
+    """Write Q_128x1 of a tile, transposed unless BY_TOKEN; `tokens` is the number of tokens of the result."""
     column = column_tile * TILE + tl.arange(0, TILE)
     scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
     start, length = tl.zeros([], tl.int64), tokens
-    if GROUPED:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
+    if GROUPED and not BY_TOKEN:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
         start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
         length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
-    target = data + start * width + column[:, None] * length + (token - start)[None, :]
-    tl.store(target, tl.trans(_e4m3_bytes(values * inverse[None, :])), mask=(token < tokens)[None, :])
+    quantized = _e4m3_bytes(values * inverse[None, :])
+    if BY_TOKEN:
+        tl.store(data + token[:, None] * width + column[None, :], quantized, mask=(token < tokens)[:, None])
+    else:
+        target = data + start * width + column[:, None] * length + (token - start)[None, :]
+        tl.store(target, tl.trans(quantized), mask=(token < tokens)[None, :])
     tl.store(scales + token_tile * width + column, scale)
 
 
@@ -90,7 +95,7 @@ def _store_columns(
 def quantize_tile(
     x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
     row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,
-    EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per 128x128 tile of x [tokens, width], or of its rows spread to groups."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -109,25 +114,25 @@ def quantize_tile(
     if COLUMNS:
         _store_columns(
             values, column_data, column_scale, group_start, group_length, token, token_tile, column_tile, padded_tokens, width, POW2,
-            GROUPED, EPSILON, LARGEST, TILE,
+            GROUPED, EPSILON, LARGEST, TILE, BY_TOKEN,
         )  # fmt: skip
 
 
 def quantize_activation(
-    x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None
+    x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None, by_token: bool = False
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
     """Return (rows, columns) of x `[T, K]` in BF16, FP16 or float32: each a pair (E4M3 data, float32 scales) in the layout of the module
     docstring, or None if not requested.
 
     With `groups`, the tokens are spread to the padded rows of the groups, and `columns` data is flat: `[K, length]` of one group after the
-    other. Raise ValueError if K is not a multiple of 128 or the groups have another number of tokens.
+    other, or `[T, K]` if `by_token`. Raise ValueError if K is not a multiple of 128 or the groups have another number of tokens.
     """
     tokens, width = x.shape
     if width % BLOCK or (groups is not None and len(groups.places) != tokens):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and groups must have all tokens")
     row_pair, column_pair = allocate(tokens if groups is None else groups.rows, width, x.device, rows=rows, columns=columns)
-    _launch(x.contiguous(), scale_format, row_pair, column_pair, groups)
-    return row_pair, flatten_groups(column_pair, groups)
+    _launch(x.contiguous(), scale_format, row_pair, column_pair, groups, by_token)
+    return row_pair, shape_groups(column_pair, groups, by_token)
 
 
 def allocate(
@@ -146,9 +151,11 @@ def allocate(
     return row_pair, column_pair
 
 
-def flatten_groups(columns: QuantizedPair | None, groups: TokenGroups | None) -> QuantizedPair | None:
-    """Return `columns`, with flat data if there are groups."""
-    return columns if columns is None or groups is None else (columns[0].flatten(), columns[1])
+def shape_groups(columns: QuantizedPair | None, groups: TokenGroups | None, by_token: bool) -> QuantizedPair | None:
+    """Return `columns` `[K, T]`; if there are groups, with flat data, or with data `[T, K]` if `by_token`."""
+    if columns is None or groups is None:
+        return columns
+    return columns[0].view(columns[0].shape[::-1]) if by_token else columns[0].flatten(), columns[1]
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -173,7 +180,12 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
 
 
 def _launch(
-    x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: TokenGroups | None
+    x: torch.Tensor,
+    scale_format: str,
+    rows: QuantizedPair | None,
+    columns: QuantizedPair | None,
+    groups: TokenGroups | None,
+    by_token: bool = False,
 ) -> None:
     """Fill each pair (E4M3 data, scales) that is not None."""
     tokens, width = (len(x) if groups is None else groups.rows), x.shape[1]
@@ -190,5 +202,5 @@ def _launch(
     quantize_tile[(blocks, width // BLOCK)](
         x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, stride, step,
         POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None, PACKED=packed,
-        EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+        BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
     )  # fmt: skip

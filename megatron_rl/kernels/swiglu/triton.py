@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, flatten_groups
+from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, shape_groups
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
@@ -106,7 +106,7 @@ def _stack(a, b):
 def quantize_swiglu_tile(
     gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, tokens, row_tokens, column_tokens,
     width, row_scale_stride, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr, GROUPED: tl.constexpr,
-    EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per 128x128 tile of SwiGLU's result [tokens, width]. BACKWARD: per tile of its gradient, which gives two tiles of the
     gradient of gate_up [tokens, 2 width]."""
@@ -131,7 +131,7 @@ def quantize_swiglu_tile(
         if COLUMNS:
             _store_columns(
                 values, column_data, column_scale, group_start, group_length, token, token_tile, tile, column_tokens, halves * width, POW2,
-                GROUPED, EPSILON, LARGEST, TILE,
+                GROUPED, EPSILON, LARGEST, TILE, BY_TOKEN,
             )  # fmt: skip
 
 
@@ -143,13 +143,14 @@ def quantize_swiglu(
     rows: bool,
     columns: bool,
     groups: TokenGroups | None = None,
+    by_token: bool = False,
     **multiples: int,
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
     """Return (rows, columns), quantized, of SwiGLU's result `[T, F]` for gate_up `[T, 2 F]`. Given the gradient `[T, F]` of the result,
     return those of the gradient of gate_up `[T, 2 F]`.
 
-    `groups` are those of `quantize_activation`, `multiples` are arguments of `allocate`. Raise ValueError if F is not a multiple of 128 or
-    the shapes do not match.
+    `groups` and `by_token` are those of `quantize_activation`, `multiples` are arguments of `allocate`. Raise ValueError if F is not
+    a multiple of 128 or the shapes do not match.
     """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     fits = gate_up.shape[1] % (2 * BLOCK) == 0 and (
@@ -169,6 +170,6 @@ def quantize_swiglu(
             gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
             group_start, group_length, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0,
             width, row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
-            GROUPED=groups is not None, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
+            GROUPED=groups is not None, BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
         )  # fmt: skip
-    return row_pair, flatten_groups(column_pair, groups)
+    return row_pair, shape_groups(column_pair, groups, by_token)

@@ -68,10 +68,37 @@ def k_grouped_fp8_gemm_nt_contiguous(
     assert c is not None
     m, n, total = call.sizes["M"], call.sizes["N"], sum(ks)
     call.require(PROPERTIES.major == 9, "it is for sm_90 only")
-    call.require(tuple(recipe) == (1, 1, 128) and not any(k % 128 for k in ks), f"groups {list(ks)}, recipe {recipe}")
+    _check_groups(call, ks, recipe)
     numbers = a[0].numel(), b[0].numel()
     call.require(numbers == (total * m, total * n), f"{numbers} numbers for {total} tokens")
     call.multiplied("fp8", 2 * m * n * total, *a, *b, c, d)
+
+
+def k_grouped_fp8_gemm_tn_contiguous(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    ks: Sequence[int],
+    grouped_layout: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Any = (1, 1, 128),
+) -> None:
+    """d[group] [m, n] += a[group] [k, m]^T @ b[group] [k, n]."""
+    call = Call("deep_gemm.k_grouped_fp8_gemm_tn_contiguous", G=len(ks), K=sum(ks), T=sum(ks) // 128)
+    call.require(PROPERTIES.major == 10, "it is for sm_100 only")
+    call.check_all({"a": a[0], "b": b[0]}, f"a [K M] {_E4M3} (M 1); b [K N] {_E4M3} (N 1)")
+    call.check_all({"a_scale": a[1], "b_scale": b[1]}, "a_scale [T M] float32 (M 1); b_scale [T N] float32 (N 1)")
+    call.check_all(locals(), "d [G M N] float32; grouped_layout [G] int32; c [G M N] float32")
+    assert c is not None
+    _check_groups(call, ks, recipe)
+    m, n, words = call.sizes["M"], call.sizes["N"], sum(-(-k // 512) for k in ks)
+    call.require(len(ks) <= 128 and not (m % 4 or n % 4), f"{len(ks)} groups of [{m}, {n}]")
+    packed = [torch.empty(words, width, dtype=torch.int32, device=d.device) for width in (m, n)]
+    call.multiplied("fp8", 2 * m * n * sum(ks), *a, *b, *packed, c, d)
+
+
+def _check_groups(call: Call, ks: Sequence[int], recipe: Any) -> None:
+    call.require(tuple(recipe) == (1, 1, 128) and not any(k % 128 for k in ks), f"groups {list(ks)}, recipe {recipe}")
 
 
 def _check_scales(call: Call, scale: torch.Tensor, mn: int, k: int, gran_mn: int, gran_k: int, groups: int | None = None) -> None:
@@ -82,7 +109,8 @@ def _check_scales(call: Call, scale: torch.Tensor, mn: int, k: int, gran_mn: int
             strides = scale.stride(-1) == rows or shape[-1] == 1, scale.stride(-2) == 1 or mn == 1
             call.require(list(scale.shape) == shape and all(strides), f"packed scales are {list(scale.shape)} {list(scale.stride())}")
             return
-        torch.empty(*lead, shape[-1], rows, dtype=torch.int32, device=scale.device)
+        spread = scale if gran_mn == 1 else torch.empty(*lead, mn, scale.shape[-1], dtype=torch.float32, device=scale.device)
+        torch.empty(*lead, shape[-1], rows, dtype=torch.int32, device=spread.device)
     wanted = [*lead, -(-mn // gran_mn), -(-k // gran_k)]
     fits = scale.device.type == "cuda" and scale.dtype == torch.float32 and list(scale.shape) == wanted
     call.require(fits, f"scales are {list(scale.shape)} {scale.dtype} on {scale.device}, must be float32 {wanted}")
@@ -99,5 +127,11 @@ def _check_scales(call: Call, scale: torch.Tensor, mn: int, k: int, gran_mn: int
         call.require(ordered or rows * cols == 1 or 1 in (rows, cols), f"scales {list(scale.shape)} with strides {list(scale.stride())}")
 
 
-_FUNCTIONS = (fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, k_grouped_fp8_gemm_nt_contiguous, get_mk_alignment_for_contiguous_layout)
+_FUNCTIONS = (
+    fp8_gemm_nt,
+    m_grouped_fp8_gemm_nt_contiguous,
+    k_grouped_fp8_gemm_nt_contiguous,
+    k_grouped_fp8_gemm_tn_contiguous,
+    get_mk_alignment_for_contiguous_layout,
+)
 STANDS_FOR: dict[str, Callable[..., Any]] = {f"deep_gemm.{function.__name__}": function for function in _FUNCTIONS}

@@ -16,7 +16,9 @@ def install() -> None:
     import flashinfer.fused_moe
     import sgl_kernel
     import sgl_kernel.flash_attn
+    import sgl_kernel.utils
 
+    sgl_kernel.utils.is_arch_support_pdl = lambda: True  # from Hopper on
     flashinfer.fused_moe.fused_topk_deepseek = fused_topk_deepseek
     sys.modules["flashinfer.decode._grouped_size_compiled_for_decode_kernels"] = None  # type: ignore[assignment] # absent in 0.7
     for path, function in STANDS_FOR.items():

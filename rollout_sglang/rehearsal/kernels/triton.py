@@ -11,7 +11,7 @@ from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.kernels.match import Call, Kernel
 from megatron_rl.rehearsal.kernels.triton import JitFunction, install_into
-from rollout_sglang.rehearsal.kernels import delta
+from rollout_sglang.rehearsal.kernels import delta, triton_attention
 
 Given = Mapping[str, Any]
 
@@ -168,4 +168,5 @@ _KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
     **delta.KERNELS,
+    **triton_attention.KERNELS,
 }

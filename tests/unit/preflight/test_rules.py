@@ -342,7 +342,7 @@ MISTAKES = [
     refuse("precision.backend = 'emulated': cannot run here: ",
            machine.backend_runs_here, "train", scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {})),
     refuse("precision.scale_format = 'fp32': is not supported on Blackwell, whose tensor cores apply only the exponent of a block's scale;",
-           machine.scales_and_experts_suit_blackwell, "train eval plan", "--precision.scale_format=fp32", GLOO, gpus=1, capability=(10, 0)),
+           machine.scales_suit_blackwell, "train eval plan", "--precision.scale_format=fp32", GLOO, gpus=1, capability=(10, 0)),
     refuse("sync.transport = 'cuda_ipc': ",
            machine.transport_works_here, "train", "--sync.transport=cuda_ipc"),
     refuse("rollout.tp = 2: exceeds 1 GPUs per node * rollout.nodes_per_engine = 1 GPUs; lower it, or raise rollout.nodes_per_engine",

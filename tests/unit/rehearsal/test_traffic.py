@@ -140,6 +140,7 @@ DEEP_GEMM = """
 def fp8_gemm_nt(a, b, d, c=None, recipe=None, alpha=None): ...
 def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None): ...
 def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, grouped_layout, c=None, recipe=(1, 1, 128)): ...
+def k_grouped_fp8_gemm_tn_contiguous(a, b, d, ks, grouped_layout, c=None, recipe=(1, 1, 128)): ...
 def get_mk_alignment_for_contiguous_layout(*args, **kwargs): ...
 """
 GEMM = "transformer_engine.pytorch.cpp_extensions.gemm.general_gemm"
@@ -161,12 +162,18 @@ def test_a_renamed_parameter_is_named_with_its_library_and_function(tmp_path):
     (tmp_path / "deep_gemm.py").write_text(DEEP_GEMM)
     assert compare() == [""]
     (tmp_path / "deep_gemm.py").write_text(DEEP_GEMM.replace("ks, grouped_layout", "ks, m_indices").replace("b, d, c=None", "b, c, d"))
-    function = "deep_gemm.k_grouped_fp8_gemm_nt_contiguous"
+    functions = [f"deep_gemm.k_grouped_fp8_gemm_{order}_contiguous" for order in ("nt", "tn")]
     assert compare() == [
         "deep_gemm.fp8_gemm_nt has its parameter d at place 3, the rehearsal at 2",
         "deep_gemm.fp8_gemm_nt has its parameter c at place 2, the rehearsal at 3",
-        f"{function} has no parameter grouped_layout: it has a, b, d, ks, m_indices, c, recipe",
-        f"{function} needs a parameter m_indices, which the rehearsal does not know",
+        *(
+            line
+            for function in functions
+            for line in (
+                f"{function} has no parameter grouped_layout: it has a, b, d, ks, m_indices, c, recipe",
+                f"{function} needs a parameter m_indices, which the rehearsal does not know",
+            )
+        ),
     ]
 
 

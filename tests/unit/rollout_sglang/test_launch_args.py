@@ -52,6 +52,14 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
+def test_sums_over_ranks_are_a_step_of_their_own_on_a_gpu(start, monkeypatch):
+    """SGLang would otherwise enable FlashInfer's all-reduce with a norm for models with experts."""
+    flag = "--enforce-disable-flashinfer-allreduce-fusion"
+    assert flag in start("fp8_unified")[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert flag not in start("fp8_unified")[0]
+
+
 @pytest.mark.parametrize("mode", ["fp8_unified", "int8_rollout", "bf16"])
 def test_blackwell_does_not_get_sglangs_defaults(start, monkeypatch, mode):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))

@@ -105,6 +105,13 @@ def test_bytes_and_scales_match_separate_kernels():
         assert torch.allclose(of_weights.double(), exact, rtol=1e-5, atol=1e-6 * float(exact.abs().max()))
         rows_alone, nothing, _ = quantize_weighed(x, outputs, weights, groups, scale_format, columns=False)
         assert nothing is None and same_bits(rows_alone, found[0])
+        asked = {"rows": True, "columns": True, "groups": groups, "by_token": True}
+        for source, by_token in (
+            (x, quantize_activation(x, scale_format, **asked)),
+            (weighed, quantize_weighed(x, outputs, weights, groups, scale_format, columns=True, by_token=True)[:2]),
+        ):
+            for pair, other in zip(by_token, fake_gpu_libraries.quantize_activation(source, scale_format, **asked), strict=True):
+                assert same_bits(pair, other) and [each.stride() for each in pair] == [each.stride() for each in other]
         order = torch.randperm(3 * tokens, generator=torch.Generator().manual_seed(0)).view(tokens, 3)
         assert torch.equal(pack(x, order, scale_format), fake_gpu_libraries.pack(x, order, scale_format))
     packed = torch.randint(0, 1 << 30, (tokens, 64 + 2), dtype=torch.int32)

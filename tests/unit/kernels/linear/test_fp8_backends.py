@@ -5,6 +5,7 @@ import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
 
 from megatron_rl.errors import RunError
+from megatron_rl.kernels.experts import deep_gemm
 from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_backend
@@ -121,3 +122,24 @@ def test_a_grouped_product_matches_the_products_of_single_experts(scale_format):
         assert_close(dw[expert], single.wgrad(slope, operand, None), 1e-5)
     others = torch.ones(groups.rows, dtype=torch.bool).index_fill_(0, places, False)
     assert not y[others].any() and not dx[others].any()
+
+
+@pytest.mark.parametrize("counts", [[130, 0, 3, 700, 1], [0, 0, 5, 0, 0], [0] * 5])
+def test_on_blackwell_tokens_are_not_transposed_for_the_same_gradients_of_weights(monkeypatch, counts):
+    """Six groups of 128 tokens take two words of scales; a call takes two experts here, and 128 there."""
+    groups, (x, dy) = TokenGroups.from_counts(counts, "cpu"), activations(sum(counts))
+    gradients, data = [], []
+    for blackwell in (False, True):
+        monkeypatch.setattr(deep_gemm, "is_blackwell", lambda blackwell=blackwell: blackwell)
+        monkeypatch.setattr(deep_gemm, "_MAX_GROUPS", 2)
+        experts = DeepGemmExperts(FP8.with_scales("pow2"))
+        forward, gradient = (experts.quantize(values, groups, rows=True, columns=True) for values in (x, dy))
+        dw = torch.ones(len(counts), N, K)
+        experts.wgrad(gradient, forward, groups, dw.unbind())
+        gradients.append(dw)
+        data.append(forward.columns)
+    (transposed, scales), (as_they_are, same_scales) = data
+    assert torch.equal(scales, same_scales) and as_they_are.shape == (groups.rows, K)
+    parts = [part.t().flatten() for part in as_they_are.view(torch.uint8).split(groups.lengths)]
+    assert torch.equal(torch.cat(parts), transposed.view(torch.uint8))
+    assert torch.equal(*gradients) and (gradients[1] != 1).any() == (sum(counts) > 0)

@@ -40,14 +40,16 @@ def test_bytes_and_scales_are_the_references():
 
 
 def compile_variants() -> list[str]:
-    """Return the PTX of three variants of the kernel."""
+    """Return the PTX of four variants of the kernel."""
     from megatron_rl.kernels.quantize.triton import LAUNCH, quantize_tile
 
     types = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "sources": "*i32", "group_start": "*i64", "group_length": "*i64"}
     types |= {"row_scale": "*fp32", "column_scale": "*fp32"}
     compiled = []
-    for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
-        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, PACKED=False, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+    variants = (True, True, False, False), (False, True, True, False), (True, True, True, True), (True, False, False, False)
+    for pow2, columns, grouped, by_token in variants:
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, PACKED=False, BY_TOKEN=by_token)
+        fixed |= {"EPSILON": 1e-10, "LARGEST": 448.0, "TILE": 128}
         compiled.append(compile_for_hopper(quantize_tile, LAUNCH, types, fixed, ("width", "padded_tokens"))[0])
     return compiled
 

@@ -67,8 +67,8 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
         gate_up, groups = gate_up.to(dtype), None if counts is None else TokenGroups.from_counts(counts, "cpu")
         for gradient in (None, dy):
             plain = multiply(gate_up) if gradient is None else differentiate(gate_up, gradient)
-            for rows, columns in ((True, True), (gradient is None, gradient is not None)):
-                asked = {"rows": rows, "columns": columns, "groups": groups}
+            for rows, columns, by_token in ((True, True, False), (gradient is None, gradient is not None, groups is not None)):
+                asked = {"rows": rows, "columns": columns or by_token, "groups": groups, "by_token": by_token}
                 found = quantize_swiglu(gate_up, gradient, scale_format, **asked)
                 for pair, wanted in zip(found, quantize_activation(plain, scale_format, **asked), strict=True):
                     assert (pair is None) == (wanted is None)
@@ -92,7 +92,8 @@ def compile_variants() -> list[tuple[str, str]]:
     types |= {"column_scale": "*fp32", "group_start": "*i64", "group_length": "*i64"}
     compiled = []
     for backward, pow2 in ((False, True), (True, True), (True, False)):
-        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=True, BACKWARD=backward, GROUPED=False, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=True, BACKWARD=backward, GROUPED=False, BY_TOKEN=False)
+        fixed |= {"EPSILON": 1e-10, "LARGEST": 448.0, "TILE": 128}
         compiled.append(compile_for_hopper(quantize_swiglu_tile, TILE_LAUNCH, types, fixed, ("width", "column_tokens")))
     return compiled
 

@@ -33,8 +33,9 @@ def make_weight() -> tuple[torch.Tensor, torch.Tensor]:
 
 def as_object(target: str) -> str:
     """Return a hook's target as pkgutil's resolve_name takes it."""
-    module, _, rest = target.partition(".fp8_utils." if ".fp8_utils." in target else ".fp8_activation.")
-    return f"{module}{'.fp8_utils' if '.fp8_utils.' in target else '.fp8_activation'}:{rest}"
+    name = next(name for name in ("fp8_utils", "fp8_activation", "dual_gemm") if f".{name}." in target)
+    module, _, rest = target.partition(f".{name}.")
+    return f"{module}.{name}:{rest}"
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
