@@ -93,6 +93,8 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         ("qwen3_5_text", Layout(tp=2, pp=2), {"tp": 2}, "fp8_bf16"),
         ("qwen3_5_moe_text", Layout(cp=2), {}, "fp8_kv"),
         ("qwen3_5_moe_text", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
+        ("qwen3_next", Layout(cp=2, ep=2), {"tp": 2}, "fp8"),
+        ("qwen3_5_moe_text", Layout(tp=2, cp=2, ep=4, etp=1), {"tp": 2, "ep": 2}, "fp8_bf16"),
         ("gpt_oss", Layout(tp=2, etp=1), {"tp": 2}, "bf16"),
         ("gpt_oss", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "fp32"),
         ("gpt_oss", Layout(pp=2), {}, "bf16"),
