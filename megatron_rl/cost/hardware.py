@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError
@@ -103,6 +104,17 @@ class Cluster:
         """Return the bytes/s that each GPU sends within a group that spans the GPUs `first` to `last`."""
         connected = first // self.nvlink_gpus == last // self.nvlink_gpus
         return (self.gpu.nvlink if connected else NETWORK_BANDWIDTH) * LINK_EFFICIENCY
+
+    def exchange_seconds(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
+        """Return the seconds in which a rank sends `nbytes` within a group. If NVLink does not connect the group, all bytes cross the
+        network, except those of an all-to-all for the ranks that NVLink connects: these travel beside the others."""
+        bandwidth = self.link_bandwidth(min(ranks), max(ranks))
+        if kind != "all-to-all" or len(ranks) == 1:
+            return nbytes / bandwidth
+        near = min(Counter(rank // self.nvlink_gpus for rank in ranks).values()) - 1
+        each = nbytes / (len(ranks) - 1)
+        far = len(ranks) - 1 - near
+        return max(near * each / (self.gpu.nvlink * LINK_EFFICIENCY), far * each / bandwidth)
 
     @property
     def nvlink_gpus(self) -> int:

@@ -125,9 +125,10 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
     of_tokens, exchange = tokens * model.hidden * sent / _bandwidth(layout.tp, cluster), 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = tokens * model.hidden * job.high_bytes / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
+        ranks = range(0, layout.ep * layout.etp, layout.etp)
         # without a gradient, quantized data and scales are sent to the experts
         saved = 1 - (1 + 4 / BLOCK) / job.high_bytes if fp8 and not job.contract.sums_by_tree and products != 3 else 0
-        exchange += (2 * directions - saved) * rows / _bandwidth(layout.ep * layout.etp, cluster)
+        exchange += cluster.exchange_seconds("all-to-all", ranks, (2 * directions - saved) * rows)
     if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.passes.context_parallel does
         moved = sum(kind.moved_heads for kind in model.attention) / model.layers
         width = moved / layout.tp * (layout.cp - 1) / layout.cp

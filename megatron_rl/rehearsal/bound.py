@@ -69,8 +69,8 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
     elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
     exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster))
     hidden = -exposed
-    for (group, first, last, within), nbytes in phase.sent.items():
-        time = nbytes / cluster.link_bandwidth(first, last)
+    for (group, kind, ranks, within), nbytes in phase.sent.items():
+        time = cluster.exchange_seconds(kind, ranks, nbytes)
         hidden += (1 if group.startswith(_REPLICAS) else factor) * time if within else 0
         exposed += 0 if within else time
     seconds["exposed communication"] = exposed
@@ -109,7 +109,7 @@ def _replay(timeline: Iterable[Segment], cluster: Cluster) -> Iterator[float]:
             yield max(0.0, end - now)
             now = max(now, end)
         elif not segment.sent[0].startswith(_HIDDEN):
-            _, first, last, nbytes = segment.sent
-            link = cluster.link_bandwidth(first, last)
-            free[link] = ends[segment.exchange] = max(now, free[link]) + nbytes / link
+            _, kind, ranks, nbytes = segment.sent
+            link = cluster.link_bandwidth(min(ranks), max(ranks))
+            free[link] = ends[segment.exchange] = max(now, free[link]) + cluster.exchange_seconds(kind, ranks, nbytes)
     yield max([0.0, *(end - now for end in ends.values())])

@@ -71,8 +71,8 @@ class Segment:
     """FLOPs by dtype."""
     exchange: int = 0
     """The exchange's number in the phase."""
-    sent: tuple[str, int, int, float] | None = None
-    """(group, first rank of the group, last rank, bytes that this rank sends) of the exchange that starts, or None for a wait."""
+    sent: tuple[str, str, tuple[int, ...], float] | None = None
+    """(group, kind, ranks of the group, bytes that this rank sends) of the exchange that starts, or None for a wait."""
 
 
 @dataclass
@@ -103,8 +103,8 @@ class Phase:
     waits_in_passes: Counter = field(default_factory=Counter)
     collectives: dict[tuple[str, str, str], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """(kind, group, line) -> [calls, bytes of the whole tensor]."""
-    sent: dict[tuple[str, int, int, bool], float] = field(default_factory=lambda: defaultdict(float))
-    """(group, first rank of the group, last rank, whether in a pass) -> bytes that this rank sends."""
+    sent: dict[tuple[str, str, tuple[int, ...], bool], float] = field(default_factory=lambda: defaultdict(float))
+    """(group, kind, ranks of the group, whether in a pass) -> bytes that this rank sends."""
     timeline: list[Segment] = field(default_factory=list)
     """Segments of the passes in the order in which they are queued on the device."""
     passes: int = 0
@@ -282,14 +282,14 @@ class Recorder:
             return lambda: None
         size = len(ranks)
         share = {"all-reduce": 2 * (size - 1) / size, "send": 1, "receive": 0}.get(kind, (size - 1) / size)
-        self.phase.sent[group, min(ranks), max(ranks), self.in_pass] += share * nbytes
+        self.phase.sent[group, kind, tuple(ranks), self.in_pass] += share * nbytes
         if not self.in_pass:
             return lambda: None
         phase, number = self.phase, len(self.phase.timeline)
-        self._end_segment(number, (group, min(ranks), max(ranks), share * nbytes))
+        self._end_segment(number, (group, kind, tuple(ranks), share * nbytes))
         return lambda: self._end_segment(number) if self.phase is phase else None
 
-    def _end_segment(self, exchange: int, sent: tuple[str, int, int, float] | None = None) -> None:
+    def _end_segment(self, exchange: int, sent: tuple[str, str, tuple[int, ...], float] | None = None) -> None:
         self._segment.exchange, self._segment.sent = exchange, sent
         self.phase.timeline.append(self._segment)
         self._segment = Segment()

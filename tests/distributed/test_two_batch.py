@@ -37,6 +37,8 @@ LONG = [
     (Layout(tp=2, dp=2, ep=2, etp=2), "qwen3_moe", FP8),
     (Layout(tp=2, ep=2, etp=1), "qwen3_next", FP8),
     (Layout(dp=2, ep=2), "qwen3_5_moe_text", BF16),
+    (Layout(cp=2, pp=2, ep=2), "qwen3_next", FP8),
+    (Layout(tp=2, cp=2, ep=4, etp=1), "qwen3_5_moe_text", FP8),
 ]
 
 

@@ -97,6 +97,7 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         ("qwen3_5_text", Layout(tp=2, pp=2), {"tp": 2}, "fp8_bf16"),
         ("qwen3_5_moe_text", Layout(cp=2), {}, "fp8_kv"),
         ("qwen3_5_moe_text", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
+        ("qwen3_next", Layout(cp=2, ep=2), {"tp": 2}, "fp8"),
         ("gpt_oss", Layout(tp=2, etp=1), {"tp": 2}, "bf16"),
         ("gpt_oss", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "fp32"),
         ("gpt_oss", Layout(pp=2), {}, "bf16"),
@@ -131,6 +132,7 @@ ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_hea
         ("qwen3_5_text", ODD | {"num_hidden_layers": 7}, Layout(cp=2), {"tp": 2}, "fp32"),
         ("qwen3_next", WIDE | {"shared_expert_intermediate_size": 512}, Layout(tp=2, ep=2, etp=1), {"tp": 4, "ep": 2}, "fp8_bf16"),
         ("qwen3_5_moe_text", ODD, Layout(dp=2, ep=2), {"tp": 2, "ep": 2}, "bf16_layer_kv"),
+        ("qwen3_5_moe_text", WIDE | {"shared_expert_intermediate_size": 512}, Layout(tp=2, cp=2, ep=4, etp=1), {"tp": 2}, "fp8"),
     ],
 )
 def test_hybrids_of_any_shape_have_the_same_bits(family, changes, layout, engine, mode, tmp_path):

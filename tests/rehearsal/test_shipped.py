@@ -1,13 +1,13 @@
 """The shipped configurations, and a dense one with four stages, run without GPUs and take the planned memory.
 
-The default tests rehearse two layers of the 8B with its engines and the last rank of the 235B, the long tests all kinds of ranks and all
-engines.
+The default tests rehearse two layers of the 8B with its engines, two layers of the 9B, and the last rank of the 235B; the long tests
+all kinds of ranks, or the first and the last rank of hybrid models, and all engines.
 """
 
 import json
 
 import pytest
-from support.shipped import ROOT, check_aims, few_layers, rehearse_shipped, rehearse_trainers
+from support.shipped import ROOT, check_aims, check_exposed, few_layers, rehearse_shipped, rehearse_trainers
 
 STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout.dp=1"
 COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
@@ -48,11 +48,10 @@ def test_two_layers_run_with_their_engines(tmp_path):
 
 def test_a_gated_delta_net_and_an_attention_layer_take_the_planned_memory(ranks):
     (rank,) = ranks["qwen3_5_9b"]
-    assert rank["passes"] and not rank["fault"], rank["fault"]
-    assert not any(wait["in_micro_batches"] for phase in rank["phases"] for wait in phase["host_waits"])
+    check_hybrid(rank, has_experts=False)
 
 
-HYBRIDS = [("qwen3_5_9b", [0])]
+HYBRIDS = [("qwen3_5_9b", [0]), ("qwen3_5_35b_a3b", [1, 0]), ("qwen3_next_80b_a3b", [3, 0]), ("qwen3_5_122b_a10b", [7, 0])]
 
 
 @pytest.mark.long
@@ -62,8 +61,15 @@ def test_first_and_last_ranks_of_hybrid_models_and_their_engines_run(name, stage
     found = rehearse_shipped(name, tmp_path, "--ranks", "0,last")
     assert list(dict.fromkeys(rank["stage"] for rank in found["trainer"])) == stages and len(found["engine"]) == 2
     for rank in found["trainer"]:
-        lines = [wait["line"] for phase in rank["phases"] for wait in phase["host_waits"] if wait["in_micro_batches"]]
-        assert all(line.startswith(COUNTS) for line in lines) and bool(lines) == (name != "qwen3_5_9b")
+        check_hybrid(rank, name != "qwen3_5_9b")
+
+
+def check_hybrid(rank, has_experts):
+    """Check that a rank runs as planned, waits only for token counts of experts, and exposes less than 10 % of its bounds."""
+    assert rank["passes"] and not rank["fault"], rank["fault"]
+    lines = [wait["line"] for phase in rank["phases"] for wait in phase["host_waits"] if wait["in_micro_batches"]]
+    assert all(line.startswith(COUNTS) for line in lines) and bool(lines) == has_experts
+    check_exposed(rank)
 
 
 CASES = [("qwen3_8b", [0]), ("qwen2_5_32b", [0]), ("qwen3_30b_a3b", [1, 0]), ("qwen3_235b_a22b", [15, 0, 1])]

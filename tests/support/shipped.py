@@ -38,6 +38,13 @@ def check_aims(rank):
     for phase in rank["phases"]:
         if bound := phase["bound"]:
             assert 1 < bound["elementwise_bytes"] / phase["least_elementwise_bytes"] < 1.5, phase["phase"]
+    check_exposed(rank)
+
+
+def check_exposed(rank):
+    """Check that phases expose less than 10 % of their bound."""
+    for phase in rank["phases"]:
+        if bound := phase["bound"]:
             assert bound["seconds"]["exposed communication"] < 0.1 * bound["total_seconds"], phase["phase"]
 
 

@@ -19,6 +19,17 @@ def test_nvlink_ends_at_its_domain(gpu, per_node, nodes, connected):
     assert cluster.link_bandwidth(0, connected) == cluster.link_bandwidth(connected - 1, connected) == network
 
 
+@pytest.mark.parametrize("ranks, far, near", [
+    (range(8), 0, 1), (range(16), 8 / 15, 7 / 15), (range(0, 32, 2), 12 / 15, 3 / 15), ((0, 8), 1, 0), ((7, 8, 9), 1, 0), ((3,), 0, 1),
+])  # fmt: skip
+def test_an_all_to_all_sends_over_the_network_what_is_for_other_nodes(ranks, far, near):
+    cluster = Cluster.from_options(4, 8, "h100")
+    network, nvlink = NETWORK_BANDWIDTH * LINK_EFFICIENCY, GPUS["h100"].nvlink * LINK_EFFICIENCY
+    assert cluster.exchange_seconds("all-to-all", ranks, 1e9) == pytest.approx(max(far * 1e9 / network, near * 1e9 / nvlink))
+    whole = nvlink if len({rank // 8 for rank in ranks}) == 1 else network
+    assert cluster.exchange_seconds("all-gather", ranks, 1e9) == 1e9 / whole
+
+
 def test_blackwell_has_twice_the_rates_of_hopper_and_more():
     for name in ("b200", "gb200", "b300"):
         gpu, hopper_gpu = GPUS[name], GPUS["h200"]
