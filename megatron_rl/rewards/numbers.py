@@ -28,10 +28,10 @@ _NO_UNIT = re.compile(
 )
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
-_UNITS_IN_WORDS = (
-    "zero one two three four five six seven eight nine "
-    "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-).split()
+_UNITS_IN_WORDS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
+    "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
 _TENS_IN_WORDS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _IN_WORDS = re.compile(
     rf"(?:({'|'.join(_TENS_IN_WORDS)})(?:[\s-]+({'|'.join(_UNITS_IN_WORDS[1:10])}))?|({'|'.join(_UNITS_IN_WORDS)}))"
