@@ -217,7 +217,7 @@ def install(recorder: Callable[[], Recorder]) -> None:
     def all_gather_object(object_list: list, obj: Any, group: Any = None) -> None:
         object_list[:] = gather_from_all(obj, group)
 
-    def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
+    def gather_bytes(data: bytes, group: Any = None, everywhere: bool = True) -> list[bytes]:
         return gather_from_all(data, group)
 
     def broadcast_bytes(data: bytes, source: int) -> bytes:
