@@ -1,4 +1,4 @@
-"""`megatron-rl train` of gpt-oss: whole runs are exact, go on in the same layout and in another, and are exported; adapters of attention."""
+"""`megatron-rl train` of gpt-oss: whole runs, and those of adapters, are exact, go on in any layout, and are exported."""
 
 import json
 
