@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.choices import LEFT_OUT, MODELS, meets
 from support.covering import find_values, list_factors, list_present, load, merge, read_array, write_inputs
-from support.families import QUANTIZED
 from support.train_command import TORCHRUN, finish, latest, read_rows, train
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -44,7 +43,7 @@ def test_every_enumeration_switch_and_built_in_name_is_in_a_row(loaded):
     }  # fmt: skip
     wanted = {(name, value) for name, values in (find_values() | known).items() for value in values}
     assert wanted - present == LEFT_OUT.keys()
-    assert {hf_config["model_type"] for _, hf_config in loaded} == {*QUANTIZED}
+    assert {hf_config["model_type"] for _, hf_config in loaded} == MODELS.keys()
     assert {row["weights"] for row in ROWS} == FORMATS.keys()
     assert any(config.algorithm.correction == () for config, _ in loaded)
 
@@ -57,7 +56,7 @@ def test_every_kind_of_rotary_positions_is_in_a_row(loaded):
             return error.value != kind
         return True
 
-    accepted = {kind for kind in ("default", *ROPE_INIT_FUNCTIONS) for family in QUANTIZED if accepts(family, kind)}
+    accepted = {kind for kind in ("default", *ROPE_INIT_FUNCTIONS) for family in MODELS if accepts(family, kind)}
     scalings = [hf_config.get("rope_scaling") or {} for _, hf_config in loaded]
     assert {each.get("rope_type", each.get("type", "default")) for each in scalings} == accepted
 

@@ -9,7 +9,7 @@ from megatron_rl.config.algorithm import GAE, PRESETS, Correction
 from megatron_rl.plugs import ADVANTAGES, LOSSES
 from parallel.formats import MODES
 from parallel.transport import TRANSPORTS
-from support.families import ENGINE_ARCHITECTURES, LLAMA3, QUANTIZED, YARN
+from support.families import ENGINE_ARCHITECTURES, LLAMA3, YARN
 
 LEFT_OUT = {
     ("precision.backend", "transformer_engine"): "needs a GPU: tests/gpu",
@@ -19,7 +19,7 @@ LEFT_OUT = {
 """Values that no row has, with the reason. Settings that are not enumerations have their own tests, such as `checkpoint.resume`
 (tests/engine/test_long_runs.py), plugs of one's own (tests/engine/test_example_plugs.py), and several nodes (tests/slurm)."""
 
-MODELS = {family: ENGINE_ARCHITECTURES[family] for family in QUANTIZED} | {
+MODELS = ENGINE_ARCHITECTURES | {
     "llama": ENGINE_ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3, "max_position_embeddings": 16384},
     "qwen2": ENGINE_ARCHITECTURES["qwen2"] | {"tie_word_embeddings": True},
     "deepseek_v3": ENGINE_ARCHITECTURES["deepseek_v3"] | {"rope_scaling": YARN | {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7}},
@@ -54,7 +54,9 @@ TOGETHER: dict[str, dict[str, dict[str, Any]]] = {  # each choice meets each oth
         "two": {"rollout.engines": 2},
         "ep": {"rollout.tp": 2, "rollout.ep": 2},
     },
-    "model": {name: {} for name in ("qwen3", *(name for name in MODELS if name != "qwen3"))},
+    "model": {  # experts of gpt-oss are not cut over ranks
+        name: {"train.layout.etp": 1} if name == "gpt_oss" else {} for name in ("qwen3", *(name for name in MODELS if name != "qwen3"))
+    },
     "weights": {name: {} for name in ("fp32", "bf16", "fp8", "int8")},  # of the checkpoint
     "more": {
         "nothing": {},
@@ -168,6 +170,7 @@ NEEDS: dict[tuple[str, str], dict[str, str]] = {
     **{each: {"model": "glm4_moe"} for each in (("trainer", "ep"), ("engines", "ep"), ("router", "loss"), ("router", "bias"))},
     **{("algorithm.routing_replay", name): {"model": "qwen3_moe"} for name in ("trainer", "engine")},
     ("MTP", "trained"): {"model": "glm4_moe"},
+    ("model", "gpt_oss"): {"precision.mode": "bf16"},
     ("ahead", "one step"): {"placement.kind": "disaggregated", "algorithm.correction": "tis"},
     ("more", "replay"): {"algorithm.correction": "tis"},
     ("algorithm.loss", "kl_cov"): {"batch": "two updates"},
