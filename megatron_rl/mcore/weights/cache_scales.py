@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
-from megatron_rl.mcore.names import ModelChunks, global_name, iter_modules
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.precision.kv_cache import choose_scales
 
 
@@ -30,10 +30,11 @@ def renew_scales(model: ModelChunks) -> Iterator[None]:
         core.kv_amax = amax[core]
     try:
         yield
-        if not scales:
+        first = get_model_chunks(model)[0]
+        if not first.config.scale_kv_by_layer:
             return
-        core, seen = next(iter(amax.items()))
-        of_all = seen.new_zeros(core.config.num_layers, 2)  # layers of all stages, so that one all-reduce is enough
+        device = next(first.parameters()).device
+        of_all = torch.zeros(first.config.num_layers, 2, device=device)  # of all stages; a stage of gated delta nets has no scales
         for core, seen in amax.items():
             of_all[core.layer_number - 1] = seen
         dist.all_reduce(of_all, op=dist.ReduceOp.MAX)
