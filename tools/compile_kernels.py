@@ -95,6 +95,7 @@ def launch_all() -> None:
         for scale_format, residual in (("pow2", stream), ("fp32", stream), ("pow2", None)):
             quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
             norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
+            norm_triton.normalize(stream, residual, weight.float(), 1e-6)
         order, places = torch.zeros(32, 8, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         token_rows_triton.collect(token_rows_triton.scatter(stream, order), places, None)
         token_rows_triton.collect(stream, places, torch.zeros(256))
@@ -105,6 +106,8 @@ def launch_all() -> None:
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
         query, key = heads_triton.rotate_heads(mixed, layout, norms)
         heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
+    heads, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
+    norm_triton.differentiate(heads, *norm_triton.normalize(heads, None, scale, 1e-6)[:2], scale, None)
     for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.heads import Heads, Norms
-from megatron_rl.kernels.norm.reference import differentiate, normalize_reference
+from megatron_rl.kernels.norm.reference import differentiate, normalize
 from megatron_rl.kernels.rope.reference import Rotation, rotate
 
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,7 +56,7 @@ def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch
     """Return query and key of `split_heads`, without gradient."""
     query, key = (part.flatten(1, 2) for part in view_heads(mixed, heads)[:2])
     if norms is not None:
-        query, key = (normalize_reference(x, None, weight, heads.eps)[2] for x, weight in zip((query, key), norms, strict=True))
+        query, key = (normalize(x, None, weight, heads.eps)[2] for x, weight in zip((query, key), norms, strict=True))
     return rotate(query, heads.rotation, 1.0), rotate(key, heads.rotation, 1.0)
 
 
@@ -68,7 +68,7 @@ def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, 
         dx = rotate(gradients[number], heads.rotation, -1.0)
         if norms is not None:
             flat = x.flatten(1, 2)
-            statistic = normalize_reference(flat, None, norms[number], heads.eps)[1]
+            statistic = normalize(flat, None, norms[number], heads.eps)[1]
             dx, of_weight = differentiate(dx, flat, statistic, norms[number], None)
             of_norms.append(of_weight)
         parts.append(dx.view(x.shape))

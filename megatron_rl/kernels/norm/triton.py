@@ -1,8 +1,10 @@
-"""The Triton kernels of `kernels.norm.reference`: RMSNorm that quantizes its result, and the gradient of RMSNorm.
+"""The Triton kernels of `kernels.norm.reference`: RMSNorm, RMSNorm that quantizes its result, and the gradient of RMSNorm.
 
 Sum and result are rounded to the dtype of x, so bytes, scales and layouts equal those of `kernels.quantize.triton` for the result. The
 kernel that holds a whole token writes the rows. Columns need 128 tokens, too many for one program, so a second kernel computes them from
 the sum.
+
+What is normalized without quantization may be the heads of a slice of a fused projection: neither the norm nor its gradient copies it.
 """
 
 from typing import Any
@@ -24,22 +26,25 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 _TOKENS = 16  # tokens of a program, which accumulates its part of the gradient of the weight in registers
+_NUMBERS = 2048  # numbers of a program that normalizes short rows
 
 
 @triton.jit
 def differentiate_norm_rows(
-    gradient, total, statistic, weight, of_total, result, of_weight, tokens, width, ADDS: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
+    gradient, total, statistic, weight, of_total, result, of_weight, tokens, width, heads, token_stride, head_stride, ADDS: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program for TOKENS tokens of [tokens, width]; `of_weight` float32 [programs, width]."""
+    """One program for TOKENS rows of [tokens, width]; `total` is [tokens / heads, heads, width] of two strides, and `of_weight` float32
+    [programs, width]."""
     first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.arange(0, WIDTH_TILE)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     sums = tl.zeros([WIDTH_TILE], tl.float32)
     for token in range(first, min(first + TOKENS, tokens)):
         at, inside = token * width + column, column < width
+        source = total + token // heads * token_stride + token % heads * head_stride + column
         scale = tl.load(statistic + token)
         dy = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        normalized = tl.load(total + at, mask=inside, other=0.0).to(tl.float32) * scale
+        normalized = tl.load(source, mask=inside, other=0.0).to(tl.float32) * scale
         sums += dy * normalized
         weighted = dy * w
         mean = tl.sum(weighted * normalized, axis=0) / width
@@ -58,16 +63,61 @@ def differentiate(
     tokens, width = statistic.numel(), total.shape[-1]
     if gradient.shape != total.shape or statistic.shape != total.shape[:-1] or (of_total is not None and of_total.shape != total.shape):
         raise ValueError(f"total {list(total.shape)}, its gradient and the gradient of its norm {list(gradient.shape)} do not match")
-    programs = triton.cdiv(tokens, _TOKENS)
+    programs, view = triton.cdiv(tokens, _TOKENS), _view_heads(total)
     result = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     of_weight = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     if tokens:
         differentiate_norm_rows[(programs,)](
-            gradient.contiguous(), total, statistic, weight,
+            gradient.contiguous(), view, statistic, weight,
             torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(), result, of_weight, tokens, width,
-            ADDS=of_total is not None, TOKENS=_TOKENS, **choose_launch(width),
+            view.shape[1], *view.stride()[:2], ADDS=of_total is not None, TOKENS=_TOKENS, **choose_launch(width),
         )  # fmt: skip
     return result, of_weight.sum(0).to(weight.dtype)
+
+
+def _view_heads(x: torch.Tensor) -> torch.Tensor:
+    """Return x `[..., width]` as `[rows, heads, width]` whose numbers in a row are adjacent: a view, unless its strides need a copy."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x.reshape(-1, 1, x.shape[-1]) if x.is_contiguous() or x.dim() < 3 else x.flatten(0, -3)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def normalize_rows(
+    x, residual, weight, total, statistic, result, rows, width, heads, token_stride, head_stride, eps, ADDS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS rows of [rows, width]; x is [rows / heads, heads, width] of two strides."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_TILE)
+    at, inside = row[:, None] * width + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+    source = x + (row // heads * token_stride + row % heads * head_stride)[:, None] + column[None, :]
+    stream = tl.load(source, mask=inside, other=0.0)
+    if ADDS:
+        stream = (stream.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, stream, mask=inside)
+    values = stream.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / width + eps)
+    tl.store(statistic + row, scale, mask=row < rows)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(result + at, (values * scale[:, None] * w[None, :]).to(result.dtype.element_ty), mask=inside)
+
+
+def normalize(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `kernels.norm.reference.normalize`. Raise ValueError if shapes do not match."""
+    rows, width = x.shape[:-1].numel(), x.shape[-1]
+    if weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
+        raise ValueError(f"x {list(x.shape)}: residual and weight {list(weight.shape)} must match x")
+    view, options = _view_heads(x), choose_launch(width)
+    result, statistic = x.new_empty(x.shape), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    total, unused = x if residual is None else torch.empty_like(result), torch.empty(0, dtype=torch.uint8, device=x.device)
+    tile = max(1, _NUMBERS // int(options["WIDTH_TILE"]))
+    if rows:
+        normalize_rows[(triton.cdiv(rows, tile),)](
+            view, unused if residual is None else residual.contiguous(), weight, unused if residual is None else total, statistic, result,
+            rows, width, view.shape[1], *view.stride()[:2], eps, ADDS=residual is not None, ROWS=tile, **options,
+        )  # fmt: skip
+    return total, statistic, result
 
 
 @triton.jit

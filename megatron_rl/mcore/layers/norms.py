@@ -50,8 +50,8 @@ class RMSNorm(torch.nn.RMSNorm):
                 return self.fusion.add(self, x)
             if self.fusion is not None and self.fusion.applies(self, x):
                 return self.fusion.take(self, x)
-            if x.is_cuda and not self.zero_centered:
-                return super().forward(x)
+            if x.is_cuda:
+                return rms.Norm.apply(x, None, self.scale, self.eps)[1] if self.zero_centered else super().forward(x)
             return batch_invariant.rms_norm(x, self.scale, cast(float, self.eps))
 
     @property
@@ -98,11 +98,7 @@ class QuantizingNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_total: torch.Tensor | None, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
-        total, statistic, weight = ctx.saved_tensors
-        if gradient is None:
-            return of_total, of_total if ctx.needs_input_grad[1] else None, *[None] * 4
-        dx, dw = rms.differentiate(gradient, total, statistic, weight, of_total)
-        return dx, dx if ctx.needs_input_grad[1] else None, dw if ctx.needs_input_grad[2] else None, None, None, None
+        return *rms.differentiate_sum(ctx, of_total, gradient), None, None, None
 
 
 class NormFusion:

@@ -6,7 +6,7 @@ from support.fp8_reference import same_bits, uneven
 from support.kernel_tests import in_interpreter
 
 from megatron_rl.kernels.norm import reference
-from megatron_rl.kernels.norm.reference import normalize_reference
+from megatron_rl.kernels.norm.reference import normalize
 from parallel.formats import BLOCK
 
 EPS = 1e-6
@@ -50,6 +50,35 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
 
 
 @in_interpreter
+def test_the_kernel_without_quantization_reads_heads_of_a_projection_in_place():
+    """The norm, its gradient, and the sum before it have the bits of contiguous rows, and the values of the reference."""
+    from megatron_rl.kernels.norm import triton as kernels
+
+    draw, near = torch.Generator().manual_seed(0), {"rtol": 2**-6, "atol": 1e-2}
+    for dtype, heads, width in ((torch.float32, 3, 40), (torch.bfloat16, 2, 64), (torch.bfloat16, 1, 2048)):
+        fused = torch.randn(5, 1, heads + 2, width, generator=draw).to(dtype)
+        x, residual, dy = fused[:, :, 1:-1], *(torch.randn(5, 1, heads, width, generator=draw).to(dtype) for _ in range(2))
+        scale = torch.linspace(-1, 2, width)
+        for adds in (None, residual):
+            found, alone = (kernels.normalize(each, adds, scale, EPS) for each in (x, x.clone()))
+            assert torch.equal(found[0], x if adds is None else cut(x.float() + adds.float(), dtype))
+            wanted = reference.normalize(found[0], None, scale, EPS)
+            gradients = [
+                functions.differentiate(dy, each[0], each[1], scale, adds)
+                for functions, each in ((kernels, found), (kernels, alone), (reference, wanted))
+            ]
+            assert found[0].data_ptr() == x.data_ptr() or adds is not None, "without a sum, the input is not copied"
+            for own, other, exact in zip((*found, *gradients[0]), (*alone, *gradients[1]), (*wanted, *gradients[2]), strict=True):
+                assert own.dtype == exact.dtype and own.shape == exact.shape and torch.equal(own, other)
+                assert torch.allclose(own.float(), exact.float(), **(near if dtype is torch.bfloat16 else {"atol": 1e-5}))
+    for few in (slice(1), slice(2, 5)):
+        assert torch.equal(kernels.normalize(x[few], None, scale, EPS)[2], kernels.normalize(x, None, scale, EPS)[2][few])
+    assert kernels.normalize(x[:0], residual[:0], scale, EPS)[2].shape == (0, 1, 1, 2048)
+    with pytest.raises(ValueError, match="must match x"):
+        kernels.normalize(x, residual[:2], scale, EPS)
+
+
+@in_interpreter
 def test_the_kernels_gradients_are_the_references():
     from megatron_rl.kernels.norm.triton import differentiate
 
@@ -73,7 +102,7 @@ def test_the_gradient_is_autograds():
     x, residual, dy, of_total = (torch.randn(5, 24, generator=draw) for _ in range(4))
     weight = torch.randn(24, generator=draw).requires_grad_()
     x.requires_grad_()
-    total, statistic, normed = normalize_reference(x, residual, weight, EPS)
+    total, statistic, normed = normalize(x, residual, weight, EPS)
     assert torch.allclose(normed, torch.nn.functional.rms_norm(x + residual, (24,), weight, EPS), atol=1e-6)
     wanted = torch.autograd.grad((total, normed), (x, weight), (of_total, dy))
     found = reference.differentiate(dy, total.detach(), statistic.detach(), weight.detach(), of_total)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.kernel_tests import random
 
-from megatron_rl.kernels.norm.reference import normalize_reference
+from megatron_rl.kernels.norm.reference import normalize
 from megatron_rl.mcore.layers.norms import NormFusion, RMSNorm, Summands
 
 EPS, WIDTH = 1e-6, 256
@@ -23,7 +23,7 @@ class _Layer:
     """A layer whose backend normalizes as the fused kernel does, without quantizing."""
 
     weight = SimpleNamespace(requires_grad=True)
-    backend = SimpleNamespace(quantize_norm=lambda x, residual, weight, eps, columns: normalize_reference(x, residual, weight, eps))
+    backend = SimpleNamespace(quantize_norm=lambda x, residual, weight, eps, columns: normalize(x, residual, weight, eps))
 
 
 def test_the_scale_is_one_plus_the_weight_in_float32():
