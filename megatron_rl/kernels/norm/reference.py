@@ -17,8 +17,8 @@ from megatron_rl.kernels import with_kernel
 def normalize(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (total `[..., h]`, statistic float32 `[...]`, normed `[..., h]`) of x `[..., h]`. Without a residual, the total is x, which may
-    be heads in a wider tensor."""
+    """Return (total `[..., h]`, statistic float32 `[...]`, normed `[..., h]`) of x `[..., h]`. Without a residual, the total is x, which
+    may be heads in a wider tensor."""
     total = x if residual is None else x + residual
     values = total.float()
     statistic = torch.rsqrt(values.square().mean(-1) + eps)
