@@ -39,44 +39,47 @@ def convolve_token(mixed, windows, weight, result, sequences, starts, channels, 
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def differentiate_totals(
-    mixed, weight, gradient, of_total, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TAPS_TILE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+def differentiate_tokens(
+    mixed, weight, gradient, result, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for COLUMNS channels of TOKENS tokens of sequences that start in this call: gradients of the sums before SiLU, `of_total`
-    float32 [t, channels], and parts of that of the weight, float32 [programs, channels, TAPS]."""
+    """One program for COLUMNS channels of TOKENS tokens of sequences that start in this call: the gradient of `mixed`, and its part of that
+    of the weight, float32 [programs, TAPS, channels]. It reads each token once, and TAPS - 1 tokens before and behind its own."""
     first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    tap = tl.arange(0, TAPS_TILE)
-    inside = (column < channels)[:, None] & (tap < TAPS)[None, :]
-    w = tl.load(weight + column[:, None] * TAPS + tap[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.zeros([COLUMNS, TAPS_TILE], tl.float32)
-    for token in range(first, min(first + TOKENS, tokens)):
-        offset = token - tl.load(starts + tl.load(sequences + token))
-        back = TAPS - 1 - tap
-        x = tl.load(mixed + (token - back)[None, :] * channels + column[:, None], mask=inside & (offset >= back)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        total = tl.sum(x * w, axis=1)
-        share = _sigmoid(total)
-        dy = tl.load(gradient + token * channels + column, mask=column < channels, other=0.0).to(tl.float32)
-        dtotal = dy * (share * (1.0 + total * (1.0 - share)))
-        tl.store(of_total + token * channels + column, dtotal, mask=column < channels)
-        sums += dtotal[:, None] * x
-    place = (tl.program_id(0).to(tl.int64) * channels + column[:, None]) * TAPS + tap[None, :]
-    tl.store(of_weight + place, sums, mask=inside)
-
-
-@triton.jit
-def spread_totals(of_total, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS channels of a token: the gradient of `mixed` for that of the sums before SiLU."""
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    left = tl.load(starts + tl.load(sequences + token) + 1) - token
-    total = tl.zeros([COLUMNS], tl.float32)
+    taps, sums, x, open_sums = (), (), (), ()  # by tap; of the last TAPS - 1 tokens, the oldest first: inputs, and unfinished gradients
     for tap in tl.static_range(TAPS):
-        ahead = TAPS - 1 - tap
-        x = tl.load(of_total + (token + ahead) * channels + column, mask=inside & (ahead < left), other=0.0)
-        total += x * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + token * channels + column, total.to(result.dtype.element_ty), mask=inside)
+        taps += (tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32),)
+        sums += (tl.zeros([COLUMNS], tl.float32),)
+    for tap in tl.static_range(TAPS - 1):
+        before = first + tap - (TAPS - 1)
+        x += (tl.load(mixed + before * channels + column, mask=inside & (before >= 0), other=0.0).to(tl.float32),)
+        open_sums += (tl.zeros([COLUMNS], tl.float32),)
+    for token in range(first, first + TOKENS + TAPS - 1):
+        there = token < tokens
+        offset = token - tl.load(starts + tl.load(sequences + token, mask=there, other=0))
+        x += (tl.load(mixed + token * channels + column, mask=inside & there, other=0.0).to(tl.float32),)
+        dy = tl.load(gradient + token * channels + column, mask=inside & there, other=0.0).to(tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        for tap in tl.static_range(TAPS):
+            product = tl.where(offset >= TAPS - 1 - tap, x[tap], 0.0) * taps[tap]
+            total = product if tap == 0 else total + product
+        share = _sigmoid(total)
+        of_total = dy * (share * (1.0 + total * (1.0 - share)))
+        open_sums += (tl.zeros([COLUMNS], tl.float32),)
+        added, closed = (), ()
+        for tap in tl.static_range(TAPS):  # this token read the token TAPS - 1 - tap before it, if that is of its sequence
+            reads = offset >= TAPS - 1 - tap
+            added += (sums[tap] + tl.where(reads & (token < first + TOKENS), of_total * x[tap], 0.0),)
+            closed += (open_sums[tap] + tl.where(reads, of_total * taps[tap], 0.0),)
+        place = token - (TAPS - 1)
+        tl.store(
+            result + place * channels + column, closed[0].to(result.dtype.element_ty), mask=inside & (place >= first) & (place < tokens)
+        )
+        sums, open_sums, x = added, closed[1:], x[1:]
+    for tap in tl.static_range(TAPS):
+        place = (tl.program_id(0).to(tl.int64) * TAPS + tap) * channels + column
+        tl.store(of_weight + place, sums[tap], mask=inside)
 
 
 class Packed(NamedTuple):
@@ -122,16 +125,13 @@ def differentiate_convolution(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of `mixed` and the weight for that of the convolution's result; sequences start with empty windows."""
     (tokens, channels), taps = mixed.shape, weight.shape[1]
-    of_total, of_mixed = torch.empty(mixed.shape, device=mixed.device), torch.empty_like(mixed)
-    programs, columns = triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _COLUMNS)
-    of_weight = torch.empty(programs, channels, taps, device=mixed.device)
-    places = packed.sequences, packed.starts
-    differentiate_totals[(programs, columns)](
-        mixed, weight, gradient, of_total, of_weight, *places, tokens, channels, TAPS=taps, TAPS_TILE=triton.next_power_of_2(taps),
-        TOKENS=_TOKENS, COLUMNS=_COLUMNS, **ROW_LAUNCH,
+    programs, of_mixed = triton.cdiv(tokens, _TOKENS), torch.empty_like(mixed)
+    of_weight = torch.empty(programs, taps, channels, device=mixed.device)
+    differentiate_tokens[(programs, triton.cdiv(channels, _COLUMNS))](
+        mixed, weight, gradient, of_mixed, of_weight, packed.sequences, packed.starts, tokens, channels, TAPS=taps, TOKENS=_TOKENS,
+        COLUMNS=_COLUMNS, **ROW_LAUNCH,
     )  # fmt: skip
-    spread_totals[(tokens, columns)](of_total, weight, of_mixed, *places, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH)
-    return of_mixed, of_weight.sum(0).to(weight.dtype)
+    return of_mixed, of_weight.sum(0).t().to(weight.dtype)
 
 
 def move_windows(mixed: torch.Tensor, windows: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
