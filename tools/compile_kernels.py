@@ -55,6 +55,7 @@ def intercept_launches(architecture: int) -> dict[str, list[Any]]:
 
 def launch_all() -> None:
     """Call the functions that launch kernels, for every variant of each kernel."""
+    from megatron_rl.kernels.embedding.triton import add_token_rows
     from megatron_rl.kernels.experts import triton as token_rows_triton
     from megatron_rl.kernels.experts.token_groups import TokenGroups
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
@@ -123,6 +124,7 @@ def launch_all() -> None:
         for temperature in (1.0, 0.7):
             vocabulary_triton.summarize(logits, targets, temperature)
             vocabulary_triton.differentiate_(logits, targets, sums, sums, temperature)
+        add_token_rows(torch.zeros(512, 4096), targets, torch.zeros(4, 4096, dtype=dtype))
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
     launch_gated_delta()
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from megatron_rl.kernels.batch_invariant import apply_elementwise, sigmoid
 from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaWeights
 from megatron_rl.kernels.gated_delta.scan import Inputs, Scan, advance_states
+from megatron_rl.kernels.gates.reference import gate_norm
 from megatron_rl.precision.threads import single_threaded
 
 
@@ -40,6 +41,25 @@ def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch
     windows = mixed.new_zeros(len(lengths), mixed.shape[1], weights.conv.shape[1] - 1)
     x = _Convolution.apply(mixed, weights.conv, windows, lengths)
     return Scan.apply(lengths, *_prepare(weights, x, a, b)).to(mixed.dtype)
+
+
+def attend_gated(
+    weights: DeltaWeights, norm: tuple[torch.Tensor, float], qkvz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return `gate_norm` of what `attend` returns, with gradient.
+
+    Args:
+        norm: Weight `[v_dim]` and epsilon of the gated norm.
+        qkvz: `mixed` and the gates of values, `[t, c + v v_dim]`.
+        a, b, lengths: As for `attend`.
+    """
+    mixed, z = qkvz.split([len(weights.conv), qkvz.shape[1] - len(weights.conv)], -1)
+    lengths = _check(weights, mixed, a, b, lengths)
+    if qkvz.is_cuda:
+        from megatron_rl.kernels.gated_delta import triton
+
+        return triton.attend_gated(weights, norm, qkvz, a, b, lengths)
+    return gate_norm(attend(weights, mixed, a, b, lengths), z.unflatten(-1, (-1, weights.heads.v_dim)), *norm)
 
 
 @torch.no_grad()

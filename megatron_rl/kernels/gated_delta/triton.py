@@ -17,13 +17,13 @@ import triton.language as tl
 
 from megatron_rl.kernels.gated_delta import NORM_EPS, DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.triton_convolution import Packed, convolve, differentiate_convolution, move_windows, pack
-from megatron_rl.kernels.gates.triton import align
+from megatron_rl.kernels.gates.triton import align, align_rows, differentiate_gates, run_gate_norm
 from parallel.attention.gated_delta_net import SPAN
 
 STATE_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 BACKWARD_LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 _STATE_COLUMNS = 16  # columns of v_dim of a program
-_BACKWARD_COLUMNS = 32
+_BACKWARD_COLUMNS = 64
 _GROUPS = 8  # programs of a head and its columns in the backward pass; each computes every eighth sequence
 
 
@@ -106,7 +106,7 @@ def differentiate_states(
     for sequence in range(group, count, tl.num_programs(2)):
         start, span = tl.load(starts + sequence).to(tl.int64), tl.load(span_starts + sequence).to(tl.int64)
         spans, end = tl.load(span_starts + sequence + 1) - span, tl.load(starts + sequence + 1).to(tl.int64)
-        of_state = tl.zeros([K_TILE, V_TILE], tl.float32)
+        of_state = tl.load(own, mask=inside & (count < 0), other=0.0)  # zeros, in the layout of registers of the states that are read
         for back in range(spans):
             number = spans - 1 - back
             first = start + number * SPAN
@@ -132,8 +132,7 @@ def differentiate_states(
                 e = tl.load(errors + value, mask=column < V_DIM, other=0.0)
                 dy = tl.load(gradient + value, mask=column < V_DIM, other=0.0).to(tl.float32)
                 before = tl.load(own + step * size, mask=inside, other=0.0)
-                after = before * decay + k[:, None] * (e * beta)[None, :]
-                of_q = tl.sum(after * dy[None, :], axis=1)
+                of_q = decay * tl.sum(before * dy[None, :], axis=1) + k * tl.sum(e * beta * dy, axis=0)  # of the state after the token
                 of_state += q[:, None] * dy[None, :]
                 of_k = tl.sum(of_state * (e * beta)[None, :], axis=1)
                 of_delta = tl.sum(of_state * k[:, None], axis=0)
@@ -218,27 +217,42 @@ def _advance_states(
 
 
 class _Attend(torch.autograd.Function):
+    """`mixed` [t, c], or with a norm [t, c + v v_dim], whose last columns are gates. Both gradients then share one tensor, which is that of
+    the projection."""
+
     @staticmethod
-    def forward(ctx: Any, lengths: Sequence[int], heads: DeltaHeads, *tensors: torch.Tensor) -> torch.Tensor:
-        mixed, a, b, conv, a_log, dt_bias = tensors = tuple(align(x) for x in tensors)
+    def forward(ctx: Any, lengths: Sequence[int], heads: DeltaHeads, eps: float, mixed: torch.Tensor, *others: Any) -> torch.Tensor:
+        mixed = align_rows(mixed)
+        a, b, conv, a_log, dt_bias, norm = others = tuple(None if each is None else align(each) for each in others)
         packed, weights = pack(tuple(lengths), mixed.device), DeltaWeights(conv, a_log, dt_bias, heads)
+        own, z = _divide(mixed, heads)
         state = heads.v, heads.k_dim, heads.v_dim
         states = torch.zeros(len(lengths), *state, device=mixed.device)
         errors = torch.empty(len(mixed), heads.v, heads.v_dim, device=mixed.device)
         spans = torch.empty(sum(-(-length // SPAN) for length in lengths), *state, device=mixed.device)
-        x = convolve(mixed, conv, mixed.new_zeros(len(lengths), mixed.shape[1], conv.shape[1] - 1), packed)
+        x = convolve(own, conv, mixed.new_zeros(len(lengths), own.shape[1], conv.shape[1] - 1), packed)
         out = _advance_states(weights, x, a, b, packed, states, (errors, spans))
-        ctx.save_for_backward(*tensors, x, errors, spans, *packed)
-        ctx.heads = heads
-        return out
+        ctx.save_for_backward(mixed, *others, x, errors, spans, None if norm is None else out, *packed)
+        ctx.heads, ctx.eps = heads, eps
+        return out if norm is None else run_gate_norm(out, z, norm, eps)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mixed, a, b, conv, a_log, dt_bias, x, errors, spans, *places = ctx.saved_tensors
+        mixed, a, b, conv, a_log, dt_bias, norm, x, errors, spans, out, *places = ctx.saved_tensors
         packed, weights = Packed(*places), DeltaWeights(conv, a_log, dt_bias, ctx.heads)
+        of_mixed, of_norm = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device), None
+        (own, z), (of_own, of_z) = (_divide(each, ctx.heads) for each in (mixed, of_mixed))
+        if norm is not None:
+            gradient, of_norm = differentiate_gates(out, z, norm, ctx.eps, gradient, of_z)
         of_x, *others = _differentiate_recurrence(weights, (x, a, b), packed, (errors, spans), align(gradient))
-        of_mixed, of_conv = differentiate_convolution(mixed, conv, packed, of_x)
-        return None, None, of_mixed, *others[:2], of_conv, *others[2:]
+        of_conv = differentiate_convolution(own, conv, packed, of_x, of_own)
+        return None, None, None, of_mixed, *others[:2], of_conv, *others[2:], of_norm
+
+
+def _divide(mixed: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the inputs of the convolution `[t, c]`, and of the gates `[t, v, v_dim]`, if there are any."""
+    channels = sum(heads.widths)
+    return mixed[:, :channels], mixed[:, channels:].unflatten(1, (-1, heads.v_dim))
 
 
 def _differentiate_recurrence(
@@ -269,7 +283,14 @@ def _differentiate_recurrence(
 
 def attend(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Compute `kernels.gated_delta.reference.attend`."""
-    return _Attend.apply(lengths, weights.heads, mixed, a, b, *weights[:3])
+    return _Attend.apply(lengths, weights.heads, 0.0, mixed, a, b, *weights[:3], None)
+
+
+def attend_gated(
+    weights: DeltaWeights, norm: tuple[torch.Tensor, float], qkvz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Compute `kernels.gated_delta.reference.attend_gated`."""
+    return _Attend.apply(lengths, weights.heads, norm[1], qkvz, a, b, *weights[:3], norm[0])
 
 
 def advance(

@@ -21,8 +21,9 @@ def _sigmoid(x):
 
 
 @triton.jit
-def convolve_token(mixed, windows, weight, result, sequences, starts, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [n, channels, TAPS - 1]."""
+def convolve_token(mixed, windows, weight, result, sequences, starts, stride, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [n, channels, TAPS - 1]. Tokens of `mixed` are
+    `stride` apart."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     sequence = tl.load(sequences + token).to(tl.int64)
@@ -30,7 +31,7 @@ def convolve_token(mixed, windows, weight, result, sequences, starts, channels, 
     total = tl.zeros([COLUMNS], tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
-        own = tl.load(mixed + (token - back) * channels + column, mask=inside & (offset >= back), other=0.0).to(tl.float32)
+        own = tl.load(mixed + (token - back) * stride + column, mask=inside & (offset >= back), other=0.0).to(tl.float32)
         place = (sequence * channels + column) * (TAPS - 1) + tap + offset
         before = tl.load(windows + place, mask=inside & (offset < back), other=0.0).to(tl.float32)
         product = tl.where(offset >= back, own, before) * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
@@ -40,8 +41,8 @@ def convolve_token(mixed, windows, weight, result, sequences, starts, channels, 
 
 @triton.jit(do_not_specialize=["tokens"])
 def differentiate_tokens(
-    mixed, weight, gradient, result, of_weight, sequences, starts, tokens, channels, TAPS: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    mixed, weight, gradient, result, of_weight, sequences, starts, tokens, stride, result_stride, channels, TAPS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program for COLUMNS channels of TOKENS tokens of sequences that start in this call: the gradient of `mixed`, and its part of that
     of the weight, float32 [programs, TAPS, channels]. It reads each token once, and TAPS - 1 tokens before and behind its own."""
@@ -53,12 +54,12 @@ def differentiate_tokens(
         sums += (tl.zeros([COLUMNS], tl.float32),)
     for tap in tl.static_range(TAPS - 1):
         before = first + tap - (TAPS - 1)
-        x += (tl.load(mixed + before * channels + column, mask=inside & (before >= 0), other=0.0).to(tl.float32),)
+        x += (tl.load(mixed + before * stride + column, mask=inside & (before >= 0), other=0.0).to(tl.float32),)
         open_sums += (tl.zeros([COLUMNS], tl.float32),)
     for token in range(first, first + TOKENS + TAPS - 1):
         there = token < tokens
         offset = token - tl.load(starts + tl.load(sequences + token, mask=there, other=0))
-        x += (tl.load(mixed + token * channels + column, mask=inside & there, other=0.0).to(tl.float32),)
+        x += (tl.load(mixed + token * stride + column, mask=inside & there, other=0.0).to(tl.float32),)
         dy = tl.load(gradient + token * channels + column, mask=inside & there, other=0.0).to(tl.float32)
         total = tl.zeros([COLUMNS], tl.float32)
         for tap in tl.static_range(TAPS):
@@ -74,7 +75,9 @@ def differentiate_tokens(
             closed += (open_sums[tap] + tl.where(reads, of_total * taps[tap], 0.0),)
         place = token - (TAPS - 1)
         tl.store(
-            result + place * channels + column, closed[0].to(result.dtype.element_ty), mask=inside & (place >= first) & (place < tokens)
+            result + place * result_stride + column,
+            closed[0].to(result.dtype.element_ty),
+            mask=inside & (place >= first) & (place < tokens),
         )
         sums, open_sums, x = added, closed[1:], x[1:]
     for tap in tl.static_range(TAPS):
@@ -112,26 +115,28 @@ def _pack_decoded(count: int, device: torch.device) -> Packed:
 def convolve(mixed: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, packed: Packed) -> torch.Tensor:
     """Return silu of the convolution of packed tokens `[t, channels]` after their windows `[n, channels, taps - 1]`."""
     channels, taps = weight.shape
-    result = torch.empty_like(mixed)
+    result = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     grid = len(mixed), triton.cdiv(channels, _COLUMNS)
     convolve_token[grid](
-        mixed, windows, weight, result, packed.sequences, packed.starts, channels, TAPS=taps, COLUMNS=_COLUMNS, **ROW_LAUNCH
+        mixed, windows, weight, result, packed.sequences, packed.starts, mixed.stride(0), channels, TAPS=taps, COLUMNS=_COLUMNS,
+        **ROW_LAUNCH,
     )  # fmt: skip
     return result
 
 
 def differentiate_convolution(
-    mixed: torch.Tensor, weight: torch.Tensor, packed: Packed, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `mixed` and the weight for that of the convolution's result; sequences start with empty windows."""
+    mixed: torch.Tensor, weight: torch.Tensor, packed: Packed, gradient: torch.Tensor, of_mixed: torch.Tensor
+) -> torch.Tensor:
+    """Write the gradient of `mixed` to `of_mixed`, and return that of the weight, for the gradient of the convolution's result; sequences
+    start with empty windows. Tokens of `mixed` and `of_mixed` may be columns of wider tensors."""
     (tokens, channels), taps = mixed.shape, weight.shape[1]
-    programs, of_mixed = triton.cdiv(tokens, _TOKENS), torch.empty_like(mixed)
+    programs = triton.cdiv(tokens, _TOKENS)
     of_weight = torch.empty(programs, taps, channels, device=mixed.device)
     differentiate_tokens[(programs, triton.cdiv(channels, _COLUMNS))](
-        mixed, weight, gradient, of_mixed, of_weight, packed.sequences, packed.starts, tokens, channels, TAPS=taps, TOKENS=_TOKENS,
-        COLUMNS=_COLUMNS, **ROW_LAUNCH,
+        mixed, weight, gradient, of_mixed, of_weight, packed.sequences, packed.starts, tokens, mixed.stride(0), of_mixed.stride(0),
+        channels, TAPS=taps, TOKENS=_TOKENS, COLUMNS=_COLUMNS, **ROW_LAUNCH,
     )  # fmt: skip
-    return of_mixed, of_weight.sum(0).t().to(weight.dtype)
+    return of_weight.sum(0).t().to(weight.dtype)
 
 
 def move_windows(mixed: torch.Tensor, windows: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float]
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm for sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
 
-    fusion: Any = None  # the `NormFusion` with the following layer, if any
+    fusion: Any = None  # the `NormFusion` with the following layer, or a `SumFusion`, if any
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -73,7 +73,7 @@ class NormedAdd(MegatronModule):
 
 
 def is_fused(x: torch.Tensor) -> bool:
-    """Return whether norms on this device can quantize."""
+    """Return whether norms on this device can add and quantize."""
     return x.is_cuda
 
 
@@ -101,30 +101,15 @@ class QuantizingNorm(torch.autograd.Function):
         return *rms.differentiate_sum(ctx, of_total, gradient), None, None, None
 
 
-class NormFusion:
-    """Fusion of a norm with the only layer that reads its result. Not a module, since both are modules of the model."""
+class SumFusion:
+    """Fusion of a zero-centered norm with the addition before it. Not a module, since both are parts of the model."""
 
-    def __init__(self, layer: QuantizedColumnParallelLinear) -> None:
-        self.layer = layer
-        self._kept: tuple[torch.Tensor, Normed] | None = None
+    def __init__(self) -> None:
+        self._kept: tuple[torch.Tensor, Any] | None = None
 
     def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
-        """Return whether this pass fuses the norm of x. This requires a backend that can, and no hook that observes the result. Under
-        sequence parallelism, ranks must gather bytes."""
-        layer, tokens = self.layer, x.shape[:-1].numel()
-        gathers = layer.sequence_parallel and layer.tp_group.size() > 1
-        return (
-            is_fused(x)
-            and x.dtype == norm.weight.dtype == torch.bfloat16
-            and hasattr(layer.backend, "quantize_norm")
-            and layer.can_fuse
-            and not norm._forward_hooks
-            and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
-        )
-
-    @property
-    def _trains(self) -> bool:
-        return torch.is_grad_enabled() and self.layer.weight.requires_grad
+        """Return whether this pass fuses the norm of x, which requires that no hook observes the result."""
+        return is_fused(x) and not norm._forward_hooks
 
     def add(self, norm: RMSNorm, summands: Summands) -> torch.Tensor:
         """Return the residual stream and keep its norm."""
@@ -132,10 +117,39 @@ class NormFusion:
         self._kept = total, normed
         return total
 
-    def take(self, norm: RMSNorm, x: torch.Tensor) -> Normed:
+    def take(self, norm: RMSNorm, x: torch.Tensor) -> Any:
         """Return the norm of the stream x, which `add` may have kept."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and kept[0] is x else self._run(norm, x, None)[1]
+
+    def _run(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any]:
+        total, normed = rms.Norm.apply(x, residual, norm.scale, norm.eps)
+        return total, normed
+
+
+class NormFusion(SumFusion):
+    """Fusion of a norm with the only layer that reads its result, which is `Normed`, and with the addition before it."""
+
+    def __init__(self, layer: QuantizedColumnParallelLinear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def applies(self, norm: RMSNorm, x: torch.Tensor) -> bool:
+        """Return whether this pass fuses the norm of x. This also requires a backend that can. Under sequence parallelism, ranks must
+        gather bytes."""
+        layer, tokens = self.layer, x.shape[:-1].numel()
+        gathers = layer.sequence_parallel and layer.tp_group.size() > 1
+        return (
+            super().applies(norm, x)
+            and x.dtype == norm.weight.dtype == torch.bfloat16
+            and hasattr(layer.backend, "quantize_norm")
+            and layer.can_fuse
+            and (not gathers or (can_gather(layer.backend, tokens) and (tokens % BLOCK == 0 or not self._trains)))
+        )
+
+    @property
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and self.layer.weight.requires_grad
 
     def _run(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Normed]:
         backend: Any = self.layer.backend
@@ -168,6 +182,8 @@ def connect_norms(model: GPTModel) -> None:
     for number, layer in enumerate(layers):
         # Megatron enables gradients even in no_grad passes, which would keep a graph of all layers
         layer.bias_dropout_add_exec_handler = nullcontext
+        if model.config.zero_centered_norms:
+            layer.input_layernorm.fusion, layer.pre_mlp_layernorm.fusion = SumFusion(), SumFusion()
         if isinstance(layer.self_attention, SelfAttention) and isinstance(layer.self_attention.linear_qkv, QuantizedColumnParallelLinear):
             layer.input_layernorm.fusion = NormFusion(layer.self_attention.linear_qkv)
         if isinstance(layer.mlp, MLP) and isinstance(layer.mlp.linear_fc1, QuantizedColumnParallelLinear) and not layer.recompute_mlp:

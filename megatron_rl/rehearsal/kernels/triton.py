@@ -55,6 +55,9 @@ def _count(function: JitFunction, given: Mapping[str, Any]) -> None:
     if function.name == "multiply_tile":
         x, weight = given["x"], given["weight"]
         count("fp8" if x.itemsize == 1 else "bf16", 2 * x.shape[0] * x.shape[1] * weight.shape[0], *tensors, kernel=function.name)
+    elif function.name == "add_sorted_rows":  # of the sums, it reads and writes as many rows as there are tokens, at most
+        rows, sums = given["rows"], given["sums"]
+        count("other", 0, rows, sums[: len(rows)], sums[: len(rows)], kernel=function.name)
     else:
         count("other", 0, *tensors, kernel=function.name)
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
-from megatron_rl.kernels.gated_delta.reference import attend
+from megatron_rl.kernels.gated_delta.reference import attend, attend_gated
 from megatron_rl.kernels.gates.reference import gate_norm
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
@@ -63,24 +63,22 @@ class GatedDeltaNetLayer(MegatronModule):
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any) -> Any:
         qkvz, ba = (projection(hidden_states)[0].squeeze(1) for projection in (self.in_proj_qkvz, self.in_proj_ba))
-        *qkv, z = qkvz.split(list(self.widths), -1)
         b, a = ba.split(self.heads.v, -1)
-        out = self._attend(qkv, a, b, packed_seq_params.lengths, packed_seq_params.shard)
-        normed = self.norm(out, z.unflatten(-1, (self.heads.v, -1))).flatten(1)
-        return self.out_proj(normed.unsqueeze(1))
+        normed = self._attend(qkvz, a, b, packed_seq_params.lengths, packed_seq_params.shard)
+        return self.out_proj(normed.flatten(1).unsqueeze(1))
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Widths of q, k, v and z on this rank."""
         return *self.heads.widths, self.heads.widths[-1]
 
-    def _attend(
-        self, qkv: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None
-    ) -> torch.Tensor:
-        """Return the rule's output [t, v heads, v_dim]. A context-parallel rank passes and receives its own positions."""
+    def _attend(self, qkvz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: list[int], shard: ContextShard | None) -> torch.Tensor:
+        """Return the gated norm of the rule's output [t, v heads, v_dim]. A context-parallel rank passes and receives its own positions."""
         conv, a_log, dt_bias = (take_weight(weight) for weight in (self.conv1d.weight, self.A_log, self.dt_bias))
         if shard is None or shard.size == 1:
-            return attend(DeltaWeights(conv, a_log, dt_bias, self.heads), torch.cat(qkv, -1), a, b, lengths)
+            norm = self.norm.take_weight(), self.norm.eps
+            return attend_gated(DeltaWeights(conv, a_log, dt_bias, self.heads), norm, qkvz, a, b, lengths)
+        *qkv, z = qkvz.split(list(self.widths), -1)
         size, rank = shard.size, shard.group.rank()
         parts = [part.unflatten(1, (size, -1)) for part in (*qkv, a, b)]  # equal ranges of heads, one for each rank
         (received,) = shard.to_heads(torch.cat(parts, -1).flatten(1))
@@ -88,7 +86,8 @@ class GatedDeltaNetLayer(MegatronModule):
         channels = torch.cat([rows.chunk(size)[rank] for rows in conv.split(list(self.widths[:3]))])
         heads = self.heads._replace(k=self.heads.k // size, v=self.heads.v // size)
         weights = DeltaWeights(channels, a_log.chunk(size)[rank], dt_bias.chunk(size)[rank], heads)
-        return shard.to_positions(attend(weights, mixed, a, b, lengths))
+        out = shard.to_positions(attend(weights, mixed, a, b, lengths))
+        return gate_norm(out, z.unflatten(-1, (self.heads.v, -1)), self.norm.take_weight(), self.norm.eps)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
         replicas, state = (metadata or {}).get("dp_cp_group"), self.state_dict(keep_vars=True)
@@ -128,20 +127,20 @@ class DepthwiseConv(torch.nn.Module):
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of each head's output, times SiLU of its gate. All heads share the weight [v_dim], so its gradient is summed over the
-    tensor-parallel ranks, in FP32."""
+    """The weight [v_dim] of RMSNorm of each head's output, times SiLU of its gate. All heads share it, so its gradient is summed over the
+    tensor-parallel ranks, in FP32. `GatedDeltaNetLayer` computes it."""
 
     def __init__(self, width: int, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(width, dtype=config.params_dtype))
         self.eps, self.tp_group = config.layernorm_epsilon, tp_group
 
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """x and z [t, heads, width] -> [t, heads, width]."""
-        weight = take_weight(self.weight)
+    def take_weight(self) -> torch.Tensor:
+        """Return the weight with gradient."""
+        weight: torch.Tensor = take_weight(self.weight)
         if self.tp_group.size() > 1:
             weight = copy_to_tensor_model_parallel_region(weight.float(), group=self.tp_group)
-        return gate_norm(x, z, weight, self.eps)
+        return weight
 
 
 def _cut_by_heads(values: torch.Tensor) -> torch.nn.Parameter:

@@ -6,11 +6,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import linear_with_frozen_weight, linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight, take_weights
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take_weight, take_weights
 
 
 class PlainColumnParallelLinear(ColumnParallelLinear):
@@ -22,11 +23,36 @@ class PlainColumnParallelLinear(ColumnParallelLinear):
 
 
 class Embedding(VocabParallelEmbedding):
-    """The same for the embedding."""
+    """The same for the embedding. On a GPU, only the rows of tokens that occur are added."""
 
-    def forward(self, input_: Any) -> Any:
-        with take_weights(self):
-            return super().forward(input_)
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if not (input_.is_cuda and torch.is_grad_enabled() and self.weight.requires_grad):
+            with take_weights(self):
+                result: torch.Tensor = super().forward(input_)
+                return result
+        own = _Lookup.apply(self.weight, input_ - self.vocab_start_index)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(own.transpose(0, 1).contiguous(), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows [..., h] of a rank's part of an embedding; zeros for tokens out of range."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(tokens)
+        elsewhere = (tokens < 0) | (tokens >= len(weight))
+        rows = torch.nn.functional.embedding(tokens.masked_fill(elsewhere, 0), weight)
+        rows[elsewhere, :] = 0.0
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (tokens,), total = ctx.saved_tensors, WeightGradient(ctx.weight)
+        total.add_rows(tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
+        return total.finish(), None
 
 
 class ReplicatedLinear(MegatronModule):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.embedding.reference import add_token_rows
 from megatron_rl.mcore.passes import two_batch
 
 
@@ -28,6 +29,10 @@ class WeightGradient:
             torch.addmm(self._sum, dy.t(), x, out_dtype=torch.float32, out=self._sum)
         else:
             self._sum += dy.t() @ x
+
+    def add_rows(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add the rows [t, K] of tokens int64 [t] of an embedding; tokens out of range are left out."""
+        add_token_rows(self._sum, tokens, rows)
 
     def finish(self) -> torch.Tensor | None:
         """Return the gradient for autograd."""

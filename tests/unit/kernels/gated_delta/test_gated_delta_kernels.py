@@ -19,19 +19,27 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
     from megatron_rl.kernels.gated_delta import triton as kernels
     from megatron_rl.kernels.gated_delta import triton_convolution as convolution
 
-    for dtype, heads, lengths, taps in (
-        (torch.float32, DeltaHeads(1, 2, 6, 24), [3, 9, 0, 1], 4),
-        (torch.bfloat16, DeltaHeads(2, 2, 8, 8), [2, 5], 3),
+    for dtype, heads, lengths, taps, gated in (
+        (torch.float32, DeltaHeads(1, 2, 6, 24), [3, 9, 0, 1], 4, False),
+        (torch.bfloat16, DeltaHeads(2, 2, 8, 8), [2, 5], 3, True),
+        (torch.float32, DeltaHeads(1, 2, 8, 16), [1, 6], 2, True),
     ):
         weights, row = draw_layer(heads, sum(lengths), dtype, taps)
         dy, results = random(sum(lengths), heads.v, heads.v_dim, seed=9, dtype=dtype), []
-        for function in (kernels.attend, reference.attend):
-            leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row)]
+        if gated:
+            row = torch.cat([row[0], random(*dy.flatten(1).shape, seed=8, dtype=dtype)], 1), *row[1:]
+        norm = random(heads.v_dim, seed=7, dtype=dtype)
+        for module in (kernels, reference):
+            leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row, *([norm] if gated else []))]
             small = patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8)
             with small, patch.multiple(convolution, SPAN=4, _COLUMNS=32, _TOKENS=4):
-                out = function(DeltaWeights(*leaves[:3], heads), *leaves[3:], lengths)
+                layer = DeltaWeights(*leaves[:3], heads)
+                if gated:
+                    out = module.attend_gated(layer, (leaves[6], 1e-6), *leaves[3:6], lengths)
+                else:
+                    out = module.attend(layer, *leaves[3:], lengths)
                 results.append([out.detach(), *torch.autograd.grad(out, leaves, dy)])
-        near = 1e-6 if dtype is torch.float32 else 2**-6  # the interpreter truncates to BF16
+        near = 1e-6 if dtype is torch.float32 else 2**-5  # the interpreter truncates to BF16, and the rule's output before its norm
         for found, wanted in zip(*results, strict=True):
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
             assert (found.double() - wanted.double()).norm() <= near * wanted.double().norm()

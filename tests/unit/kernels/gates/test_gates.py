@@ -69,3 +69,10 @@ def test_gates_and_their_gradients_are_the_references_and_do_not_depend_on_the_n
             few = getattr(kernels, name)(*(each[5:7] for each in inputs[:2]), *inputs[2:], *others)
             assert torch.equal(few, results[0][0][5:7])
             assert getattr(kernels, name)(*(each[:0] for each in inputs[:2]), *inputs[2:], *others).shape == (0, 3, 24)
+        columns, results = random(11, 160, seed=4, dtype=dtype)[:, 16:88].unflatten(1, (3, 24)), []  # of a projection: they are not copied
+        assert kernels.align_rows(columns) is columns
+        for gates in (columns, columns.contiguous()):
+            leaves = [each.detach().requires_grad_() for each in (x, gates, weight)]
+            out = kernels.gate_norm(*leaves, 1e-6)
+            results.append([out, *torch.autograd.grad(out, leaves, dy)])
+        assert all(map(torch.equal, *results))

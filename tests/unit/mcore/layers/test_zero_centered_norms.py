@@ -7,7 +7,7 @@ import torch
 from support.kernel_tests import random
 
 from megatron_rl.kernels.norm.reference import normalize
-from megatron_rl.mcore.layers.norms import NormFusion, RMSNorm, Summands
+from megatron_rl.mcore.layers.norms import NormFusion, RMSNorm, SumFusion, Summands
 
 EPS, WIDTH = 1e-6, 256
 
@@ -36,7 +36,7 @@ def test_the_scale_is_one_plus_the_weight_in_float32():
     assert (rounded(x.bfloat16()).double() - exact).abs().max() < 2**-8 * exact.abs().max()
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", ["", "with the addition", "with the addition and the next layer"])
 def test_the_gradient_is_that_of_float64(fused):
     weight, x, residual, dy = 0.2 * random(WIDTH, seed=0), *(random(9, WIDTH, seed=seed) for seed in (1, 2, 3))
     leaves = [value.double().requires_grad_() for value in (x, residual, weight)]
@@ -45,11 +45,16 @@ def test_the_gradient_is_that_of_float64(fused):
 
     norm, x, residual = make_norm(True, weight), x.requires_grad_(), residual.requires_grad_()
     if fused:
-        norm.fusion = NormFusion(_Layer())
+        norm.fusion = NormFusion(_Layer()) if "layer" in fused else SumFusion()
         total = norm.fusion.add(norm, Summands(x, residual))
-        result = norm.fusion.take(norm, total).activation
+        result = norm.fusion.take(norm, total)
+        result = result.activation if "layer" in fused else result
     else:
         result = norm(x + residual)
     found = torch.autograd.grad(result, [x, residual, norm.weight], dy)
+    if fused == "with the addition":
+        again = norm.fusion.take(norm, total)  # nothing is kept for a second call, which computes the norm of its input
+        assert torch.equal(again, result) and torch.equal(torch.autograd.grad(again, norm.weight, dy)[0], found[2])
+        assert torch.equal(torch.autograd.grad(norm.fusion.add(norm, Summands(x, residual)), x, dy)[0], dy), "a sum whose norm is not read"
     for gradient, value in zip(found, expected, strict=True):
         assert (gradient - value).norm() < 1e-6 * value.norm()
