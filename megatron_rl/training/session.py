@@ -9,39 +9,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
+from megatron_rl.distributed import Rank0, get_rank, raise_on_all_ranks, to_run_error
 from megatron_rl.errors import MegatronRLError, MismatchError, RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.vocabulary import check_vocabulary
-from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import set_aside
-from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_folder import read_metrics
 from megatron_rl.observability.run_log import RunLog
-from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
+from megatron_rl.observability.signals import prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.threads import count_threads
-from megatron_rl.preflight import check_on_rank_0
+from megatron_rl.preflight import TRAIN
 from megatron_rl.preflight.resumed_run import ResumedRun, describe_change
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine_pool import EnginePool, start_engines
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.sync.checks import check_live_engine
@@ -60,6 +55,7 @@ from megatron_rl.training.policies import describe_unread, load_actor, load_crit
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_code, hash_models
+from megatron_rl.training.start import start_empty_engines, start_trainer
 from megatron_rl.types import Problem
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
@@ -73,10 +69,7 @@ class Session:
     def __init__(self, config: Config, layout: Layout, resources: ExitStack) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
-        self._start_processes()
-        run_on_rank0(lambda: check_on_rank_0(config))
-        with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
-            fetch_weights(config.model.path)
+        start_trainer(config, layout, TRAIN, resources, _COLLECTIVE_TIMEOUT_MINUTES if config.log.stuck_after else 30)
         self.resumed: ResumedRun | None = None
         self.resume_point: ResumePoint | None = None
         if found := find_resume_point(config):
@@ -86,13 +79,6 @@ class Session:
         self.log = Rank0(lambda: self._open_log(models))
         self.folder = self.log.run(lambda log: log.dir, Path)
         self._start_watchdog()
-
-    def _start_processes(self) -> None:
-        install_signal_handlers(alone=self.layout.world_size == 1)
-        start_megatron(self.layout, self.config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if self.config.log.stuck_after else 30)
-        self._resources.callback(stop_megatron)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(count_threads(self.layout.world_size))
 
     def _open_log(self, models: dict[str, str]) -> RunLog:
         """Create the run's folder, or reopen the folder of the resumed run. `models`: their hashes. Rank 0 only."""
@@ -206,8 +192,7 @@ class Session:
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
         (model := self.folder / "engine_model").mkdir()
-        write_all_but_weights(model, describe_weights(hf_config, self.contract), config.model.folder)
-        engines = start_engines(config, model, self.folder, self.notify, empty=True, version=0 if state is None else state.version)
+        engines = start_empty_engines(config, hf_config, model, self.folder, self.notify, 0 if state is None else state.version)
         self.log.value.record_launch(engine_seeds=engines.seeds)
         self._resources.callback(engines.stop)
         check_vocabulary(engines.read_vocabulary(), tokenizer, config.model.folder, hf_config)
