@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from megatron_rl.cli.run_settings import check_output_files, use_one_engine
+from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.hf.files import read_config
@@ -15,7 +15,7 @@ from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from megatron_rl.training.policies import load_actor
-from megatron_rl.training.start import start_empty_engines, start_trainer
+from megatron_rl.training.session import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 
@@ -23,7 +23,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     """Print both graphs and their differences. Return True if there are no differences. Under torchrun, every rank calls this. Raise
     UserError before anything heavy starts, RunError if trainer or engine cannot be started or read."""
     check_output_files({"--svg": svg, "--json": json_file})
-    config = pin_model(use_one_engine(config))
+    config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_rl.cli.run_settings import check_output_files, use_one_engine
+from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, get_rank
 from megatron_rl.errors import UserError
@@ -23,7 +23,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.locate import Locator, describe
 from megatron_rl.training.policies import load_actor
 from megatron_rl.training.resume import find_newest_whole
-from megatron_rl.training.start import start_empty_engines, start_trainer
+from megatron_rl.training.session import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 
@@ -31,7 +31,7 @@ def locate_difference(config: Config, run: Path | None, text: str | None, json_f
     """Print where trainer and engine differ first. Return True if they do not. Under torchrun, every rank calls this. Raise UserError
     before anything heavy starts, RunError if trainer or engine cannot be started or the sync is not proved."""
     check_output_files({"--json": json_file})
-    config = pin_model(use_one_engine(config))
+    config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         return _locate(config, layout, run, text, json_file, resources)

@@ -39,6 +39,7 @@ Gpu = Annotated[str, typer.Option(help="GPU type: h100, h200, h800, h20, b200, g
 
 _TRAINING = ("torch", "megatron-core", "sglang")
 _QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)
+_ONE_ENGINE = "--rollout.engines=1"
 _OTHER_RANKS_WAIT_S = 2.0
 """Delay before local ranks other than 0 print an error. If all ranks fail, torchrun ends them meanwhile, and only rank 0 prints."""
 
@@ -166,7 +167,7 @@ def graph(
     """Start trainer and engine, and show the precision of every tensor in both. Exit with 1 if the engine's graph is not a subgraph of the
     training forward pass, which is expected for modes that quantize only the engine."""
     with expected_errors():
-        loaded_config: Config = load_config(config, overrides or [])
+        loaded_config: Config = load_config(config, [*(overrides or []), _ONE_ENGINE])
         require_packages("graph", *_TRAINING)
         from megatron_rl.cli.graph import show_graph
 
@@ -187,7 +188,7 @@ def locate(
     with expected_errors():
         from megatron_rl.cli.run_settings import read_settings
 
-        loaded_config, run = read_settings(source, overrides or [])
+        loaded_config, run = read_settings(source, [*(overrides or []), _ONE_ENGINE])
         require_packages("locate", *_TRAINING)
         from megatron_rl.cli.locate import locate_difference
 

@@ -21,10 +21,6 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             raise UserError(option, str(file), "is in a folder that does not exist", "create the folder or name another file")
 
 
-def use_one_engine(config: Config) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": 1})})
-
-
 def read_settings(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
     """Return the configuration to locate with, and the run whose newest checkpoint is loaded. `source` is a TOML file or a run's folder.
     Raise UserError if it cannot be read."""

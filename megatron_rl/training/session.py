@@ -2,41 +2,46 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
-from megatron_rl.distributed import Rank0, get_rank, raise_on_all_ranks, to_run_error
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, MismatchError, RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.vocabulary import check_vocabulary
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import set_aside
+from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_folder import read_metrics
 from megatron_rl.observability.run_log import RunLog
-from megatron_rl.observability.signals import prefer_stop_error
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.preflight import TRAIN
+from megatron_rl.precision.threads import count_threads
+from megatron_rl.preflight import TRAIN, Needs, check_on_rank_0
 from megatron_rl.preflight.resumed_run import ResumedRun, describe_change
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.sync.checks import check_live_engine
@@ -55,12 +60,34 @@ from megatron_rl.training.policies import describe_unread, load_actor, load_crit
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import ResumePoint, describe_layout, find_resume_point, hash_code, hash_models
-from megatron_rl.training.start import start_empty_engines, start_trainer
 from megatron_rl.types import Problem
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
+
+
+def start_trainer(config: Config, layout: Layout, known: Needs, resources: ExitStack, timeout_minutes: int = 30) -> None:
+    """Start Megatron, make the checks `known` that only rank 0 makes, and fetch the weights. `resources` stops Megatron, also on SIGTERM.
+    `timeout_minutes`: of collectives. Collective."""
+    install_signal_handlers(alone=layout.world_size == 1)
+    start_megatron(layout, config.train.seed, timeout_minutes)
+    resources.callback(stop_megatron)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(count_threads(layout.world_size))
+    run_on_rank0(lambda: check_on_rank_0(config, known))
+    with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
+        fetch_weights(config.model.path)
+
+
+def start_empty_engines(
+    config: Config, hf_config: Mapping[str, Any], folder: Path, logs: Path, notify: Callable[[str], None] = print, version: int = 0
+) -> EnginePool:
+    """Start the engines without weights. `folder`: an empty folder for their config.json and tokenizer; `version`: see `start_engines`.
+    Rank 0 only."""
+    weights = describe_weights(hf_config, PrecisionContract.from_config(config.precision))
+    write_all_but_weights(folder, weights, config.model.folder)
+    return start_engines(config, folder, logs, notify, empty=True, version=version)
 
 
 class Session:
