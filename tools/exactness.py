@@ -214,7 +214,7 @@ def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]
     return hf_config, contract, shards, model
 
 
-def list_trainer_layouts(tps: list[int], pps: list[int], cps: list[int], eps: list[int], whole_experts: bool) -> list[Layout]:
+def list_trainer_layouts(whole_experts: bool, tps: list[int], pps: list[int], cps: list[int], eps: list[int]) -> list[Layout]:
     """Return all combinations. With expert parallelism, experts are not sharded, and there are as many replicas as `ep` needs."""
     return [
         Layout(tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if ep > 1 or whole_experts else tp, dp=max(1, ep // (tp * cp)))
@@ -303,7 +303,7 @@ def main(
     """Compare every trainer layout with every engine layout."""
     console = Console(width=120)
     with as_user_error():
-        trainers = list_trainer_layouts(*map(parse_numbers, (train_tp, pp, cp, ep)), whole_experts)
+        trainers = list_trainer_layouts(whole_experts, *map(parse_numbers, (train_tp, pp, cp, ep)))
         pairs = product(parse_numbers(rollout_ep), parse_numbers(rollout_tp))
         engines = [EngineLayout(tp, ep) for ep, tp in pairs if tp % ep == 0]
         cells = run(parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES), trainers, engines, console)

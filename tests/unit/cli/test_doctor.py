@@ -135,7 +135,7 @@ CASES = {
         ({}, {}, ""),
         ({}, {"attention_problem": "varlen_attn of torch 2.10.0 does not accept enable_gqa"}, "trainer's attention: varlen_attn of torch"),
         ({}, {"engine_lacks": ["flashinfer-python"], "flash_attention_3": False}, "flashinfer-python: not installed, so SGLang does not"),
-        ({}, {"flash_attention_3": False}, "engine's attention: sglang-kernel has no FlashAttention 3 (flash_ops)"),
+        ({}, {"flash_attention_3": False}, "engine's attention: the installed sglang-kernel has no FlashAttention 3 (flash_ops)"),
     ],
     "compilers": [
         ({"sglang": "0.5.23"}, {}, ""),
