@@ -90,11 +90,11 @@ def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
 
 def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """Return all (tp, expert tp, ep) made of divisors of heads and expert count, nearest to `sizes` first."""
-    tps = _divisors(math.gcd(*(count for kind in set(model.attention) for count in kind.head_counts.values())))
+    tps = list_divisors(math.gcd(*(count for kind in set(model.attention) for count in kind.head_counts.values())), most=64)
     if model.experts is None:
         candidates = [(tp, tp, 1) for tp in tps]
     else:
-        candidates = [(tp, etp, ep) for tp in tps for etp in tps for ep in _divisors(model.experts.count)]
+        candidates = [(tp, etp, ep) for tp in tps for etp in tps for ep in list_divisors(model.experts.count, most=64)]
 
     def distance(candidate: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         return sum(abs(math.log2(a / b)) for a, b in zip(candidate, sizes, strict=True)), candidate
@@ -102,5 +102,5 @@ def _sort_by_distance(model: ModelGeometry, sizes: tuple[int, int, int]) -> list
     return sorted(candidates, key=distance)
 
 
-def _divisors(length: int, limit: int = 64) -> list[int]:
-    return [size for size in range(1, min(length, limit) + 1) if length % size == 0]
+def list_divisors(number: int, most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

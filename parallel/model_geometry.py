@@ -13,7 +13,7 @@ from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.attention import AttentionKind
 from parallel.families import load_family
 from parallel.hf_config import CORRECT, MOST_EXPERT_LAYERS, HFConfig, Rope
-from parallel.shards import GeometryError, HFTensor, Shard, Weight, make_vector, make_weight, take_all
+from parallel.shards import GeometryError, HFTensor, Weight, make_vector, make_weight
 from parallel.wrappers import DECODER, VISION, WRAPPER, add_prefix, check_wrapper, unwrap
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
@@ -202,10 +202,6 @@ class ModelGeometry:
     def is_vision_tensor(self, name: str) -> bool:
         """Return whether a checkpoint name belongs to the vision tower of a wrapper."""
         return self.prefix == DECODER and name.startswith(VISION)
-
-    def build_checkpoint_shards(self) -> list[Shard]:
-        """Return the checkpoint itself as shards: every tensor whole."""
-        return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]
 
 
 def as_critic(config: Mapping[str, Any]) -> dict[str, Any]:

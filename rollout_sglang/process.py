@@ -15,6 +15,7 @@ import psutil
 
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+from megatron_rl.workers.keeper import is_tracker
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """Environment variable with the API key. Command lines are readable by all users of a machine, environments are not."""
@@ -99,7 +100,7 @@ class EngineProcess:
             with contextlib.suppress(psutil.Error):
                 end(process)
         if not self._has_launcher:  # a server would wait 5 s to examine the ended schedulers
-            _wait_for_end([process for process in self._children if not _is_tracker(process)])
+            _wait_for_end([process for process in self._children if not is_tracker(process.pid)])
             self._process.kill()
         for process in _wait_for_end(processes):
             with contextlib.suppress(psutil.Error):
@@ -183,15 +184,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _kill(process: psutil.Process) -> None:
-    if not _is_tracker(process):
+    if not is_tracker(process.pid):
         process.kill()
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Return whether this is a resource tracker of Python, which ends by itself once it has cleaned up /dev/shm."""
-    with contextlib.suppress(psutil.Error):
-        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
-    return False
 
 
 class HealthMonitor:

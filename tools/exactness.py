@@ -2,11 +2,13 @@
 
     python tools/exactness.py                                                   # everything, about half an hour on two cores
     python tools/exactness.py --families qwen3 --modes fp8 --train-tp 1,2 --rollout-tp 1,2 --pp 1 --cp 1
+    python tools/exactness.py --families gpt_oss --modes bf16 --whole-experts   # its experts are never sharded in a trainer
 
 For each family, the tool writes a random model of two layers. A real SGLang engine of each layout receives the weights by a sync and
-samples with fixed seeds: prompts of 1 to 150 tokens in two turns, where the second turn reuses the first turn's KV cache. The gloo ranks
-of each trainer layout then compute the log-probs of the tokens that the engines sampled. The exit code is 0 only if every pair that
-`megatron_rl.precision.exactness` promises to be exact is 0. A pair without that promise shows its difference in brackets.
+samples with fixed seeds: prompts of 1 to 150 tokens in two turns, where the second turn reuses the first turn's KV cache. Models with
+sparse attention select as many tokens (`index_topk`) as the longest sequence has. The gloo ranks of each trainer layout then compute the
+log-probs of the tokens that the engines sampled. The exit code is 0 only if every pair that `megatron_rl.precision.exactness` promises to
+be exact is 0. A pair without that promise shows its difference in brackets.
 """
 
 import tempfile
@@ -67,6 +69,19 @@ _SOFTMAX = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
+_PROMPTS, _TOKENS = 32, 48
+_LONGEST_PROMPT = 150
+_SUFFIX = 5
+"""Tokens that the second turn adds to the first turn."""
+_LONGEST = _LONGEST_PROMPT + _TOKENS + _SUFFIX + _TOKENS
+_SPARSE = {**_SIGMOID, **_LATENT, "index_topk": _LONGEST, "index_n_heads": 4, "index_head_dim": 128}
+_WIDE_HEADS = {"qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
+_SINKS = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "swiglu_limit": 0.5, "head_dim": 64, "attention_bias": True,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
 _QWEN = {"use_sliding_window": False}
 _HALF_ROTATED = {"attention_bias": True, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +92,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**_QWEN, **_SOFTMAX}),
     "glm4_moe": ("Glm4MoeForCausalLM", {**_HALF_ROTATED, **_SIGMOID, "use_qk_norm": True}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_SIGMOID, **_LATENT}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", _SPARSE),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {**_SPARSE, **_WIDE_HEADS}),
+    "gpt_oss": ("GptOssForCausalLM", _SINKS),
 }
 """Family -> (transformers class, settings on top of `_DENSE`). Every matrix product can be sharded over four ranks, although there are
 only two key-value heads."""
@@ -88,10 +106,6 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16": {"mode": "bf16", "high": "bf16"},
     "fp32": {"mode": "bf16", "high": "fp32"},
 }
-_PROMPTS, _TOKENS = 32, 48
-_LONGEST_PROMPT = 150
-_SUFFIX = 5
-"""Tokens that the second turn adds to the first turn."""
 
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of the prompt and of the response."""
@@ -107,7 +121,8 @@ class Case(NamedTuple):
     def configure(self, layout: Layout, engine: EngineLayout) -> Config:
         sizes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
         rollout = {"tp": engine.tp, "ep": engine.ep, "max_running_requests": 64, "max_total_tokens": 1 << 15, "start_timeout": 1200.0}
-        sections = {"precision": MODES[self.mode], "rollout": rollout, "train": {"layout": sizes}}
+        lengths = {"data": {"max_prompt_tokens": _LONGEST - _TOKENS}, "rollout": {**rollout, "max_new_tokens": _TOKENS}}
+        sections = {"precision": MODES[self.mode], "train": {"layout": sizes}, **lengths}
         return Config.model_validate({"model": {"path": self.folder}, **sections})
 
     def find_refusal(self, layout: Layout, engine: EngineLayout) -> str | None:
@@ -118,19 +133,20 @@ class Case(NamedTuple):
 
     def supports(self, layout: Layout | EngineLayout) -> bool:
         """Return whether the layout makes sense for the family: expert parallelism needs experts."""
-        return layout.ep == 1 or "moe_intermediate_size" in FAMILIES[self.family][1]
+        return layout.ep == 1 or ModelGeometry.from_hf_config(read_config(self.folder)).experts is not None
 
 
 def write_case(family: str, mode: str, folder: Path) -> Case:
-    """Write a random model, quantized if the mode computes in FP8."""
+    """Write a random model, quantized if the mode computes in FP8 and the family supports it."""
     architecture, settings = FAMILIES[family]
     plain = folder / family
     if not plain.exists():
         plain.mkdir()
         make_byte_tokenizer(plain)
-        write_random_checkpoint(plain, {"architectures": [architecture], "model_type": family, **_DENSE, **settings}, std=0.05)
-    if MODES[mode]["mode"] == "bf16":
-        return Case(family, mode, plain)
+        write_random_checkpoint(plain, {"architectures": [architecture], "model_type": family, **_DENSE, **settings})
+    case = Case(family, mode, plain)
+    if MODES[mode]["mode"] == "bf16" or case.find_refusal(Layout(), EngineLayout()) is not None:
+        return case
     quantized = folder / f"{family}_{mode}"
     convert(plain, quantized, MODES[mode])
     return Case(family, mode, quantized)
@@ -157,7 +173,7 @@ def sample(case: Case, engine: EngineLayout, rank: int) -> Samples:
 
 def _sample_two_turns(server: SGLangEngine, vocabulary: int) -> Samples:
     generator = np.random.default_rng(0)
-    lengths = [1, 1, 2, 3, 15, 16, 17, 32, 33, 64, 65, 128, 129]
+    lengths = [1, 1, 2, 3, 15, 16, 17, 32, 33, 64, 65, 128, 129, *[_LONGEST_PROMPT] * 3]
     lengths += generator.integers(1, _LONGEST_PROMPT, _PROMPTS - len(lengths)).tolist()
     prompts = [generator.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
     samples: Samples = {}
@@ -198,10 +214,10 @@ def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]
     return hf_config, contract, shards, model
 
 
-def list_trainer_layouts(tps: list[int], pps: list[int], cps: list[int], eps: list[int]) -> list[Layout]:
+def list_trainer_layouts(whole_experts: bool, tps: list[int], pps: list[int], cps: list[int], eps: list[int]) -> list[Layout]:
     """Return all combinations. With expert parallelism, experts are not sharded, and there are as many replicas as `ep` needs."""
     return [
-        Layout(tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if ep > 1 else tp, dp=max(1, ep // (tp * cp)))
+        Layout(tp=tp, pp=pp, cp=cp, ep=ep, etp=1 if ep > 1 or whole_experts else tp, dp=max(1, ep // (tp * cp)))
         for ep, cp, pp, tp in product(eps, cps, pps, tps)
     ]
 
@@ -281,12 +297,13 @@ def main(
     ep: Annotated[str, typer.Option(help="ep of the trainer; families without experts use 1 only.")] = "1,2",
     rollout_tp: str = "1,2,4",
     rollout_ep: str = "1,2",
+    whole_experts: Annotated[bool, typer.Option("--whole-experts", help="Never shard experts in a trainer; gpt_oss needs it.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Compare every trainer layout with every engine layout."""
     console = Console(width=120)
     with as_user_error():
-        trainers = list_trainer_layouts(*map(parse_numbers, (train_tp, pp, cp, ep)))
+        trainers = list_trainer_layouts(whole_experts, *map(parse_numbers, (train_tp, pp, cp, ep)))
         pairs = product(parse_numbers(rollout_ep), parse_numbers(rollout_tp))
         engines = [EngineLayout(tp, ep) for ep, tp in pairs if tp % ep == 0]
         cells = run(parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES), trainers, engines, console)

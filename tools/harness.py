@@ -17,9 +17,9 @@ import typer
 from megatron_rl.config.reading import parse_number
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
+from megatron_rl.hf.write import write_checkpoint
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import Shard
+from parallel.shards import HFTensor, Shard
 from parallel.transport.process_group import listening_store
 from rollout_sglang.rank_handler import RankHandler, RankRequests
 
@@ -114,20 +114,15 @@ def _make_vocabulary(shard: Shard) -> tuple[str, Any]:
     return shard.name.removesuffix(".weight"), SimpleNamespace(shard_indices=indices)
 
 
-def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.02) -> None:
-    """Write a checkpoint of random BF16 weights; vectors are ones."""
-    model = ModelGeometry.from_hf_config(hf_config)
-    tensors = model.tensors() | model.list_kept()
+def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.05) -> None:
+    """Write a checkpoint of random BF16 weights. Every vector is random, too: norms scale by about one; biases and sinks are near zero."""
+    model, generator = ModelGeometry.from_hf_config(hf_config), torch.Generator().manual_seed(0)
 
-    def make(name: str) -> torch.Tensor:
-        rows, cols = tensors[name].rows, tensors[name].cols
-        return torch.ones(rows).bfloat16() if tensors[name].vector else torch.empty((rows, cols), dtype=torch.bfloat16).normal_(std=std)
+    def make(tensor: HFTensor) -> torch.Tensor:
+        middle, spread = (1.0, 0.2) if tensor.role == "norm" else (0.0, 0.2 if tensor.vector else std)
+        return torch.empty(tensor.shape).normal_(middle, spread, generator=generator).bfloat16()
 
-    torch.manual_seed(0)
-    files = cut_into_files({name: 2 * tensor.rows * tensor.cols for name, tensor in tensors.items()}, file_bytes=1 << 28)
-    numbered = ((folder / name_file(number, len(files)), names) for number, names in enumerate(files))
-    write_index(folder, [write_file(path, {name: make(name) for name in names}) for path, names in numbered])
-    write_all_but_weights(folder, hf_config, None)
+    write_checkpoint(folder, hf_config, {name: make(tensor) for name, tensor in (model.tensors() | model.list_kept()).items()}, None)
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:

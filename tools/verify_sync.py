@@ -9,7 +9,6 @@ receiving code. Every received byte is compared with the result of quantizing th
 byte agrees, 1 if any byte differs, and 2 for bad input.
 """
 
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from megatron_rl.cli.main import run_script
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.errors import as_user_error
+from megatron_rl.hf.files import read_object
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, global_parameters
@@ -68,9 +68,8 @@ def make_hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
     """Return the random checkpoint tensor of that name, identical in every process: FP32 masters if its role is quantized, else high
     precision."""
     generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
-    shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
     format = task.contract.format_of(tensor.role)
-    return torch.randn(shape, generator=generator).to(torch.float32 if format.quantized else getattr(torch, format.dtype))
+    return torch.randn(tensor.shape, generator=generator).to(torch.float32 if format.quantized else getattr(torch, format.dtype))
 
 
 def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor]:
@@ -158,13 +157,7 @@ def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
 
 def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     """Read a config.json and reduce the model to `layers` layers. Raise UserError for bad input."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError("--hf-config", str(path), f"cannot be read ({type(error).__name__})", "name a config.json or its folder") from None
-    if not isinstance(config, dict):
-        raise UserError("--hf-config", str(path), "must be a JSON object", "name a config.json or its folder")
+    config = read_object(path / "config.json" if path.is_dir() else path, "--hf-config")
     if layers is not None:
         config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
     config.setdefault("max_position_embeddings", 4096)

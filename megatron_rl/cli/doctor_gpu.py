@@ -167,8 +167,7 @@ def check_attention(machine: Machine) -> Iterator[Pitfall]:
     for package in machine.engine_lacks:
         yield Pitfall(package, "not installed, so SGLang does not start", INSTALL)
     if not machine.flash_attention_3 and not machine.engine_lacks:
-        found = "sglang-kernel has no FlashAttention 3 (flash_ops), which SGLang uses on Hopper GPUs"
-        yield Pitfall("engine's attention", found, f"{INSTALL}, or {engine_packages.ATTENTION} = triton with precision.reduction = fast")
+        yield Pitfall("engine's attention", engine_packages.NO_FLASH_ATTENTION_3, engine_packages.OTHER_ATTENTION)
 
 
 def check_compilers(machine: Machine) -> Iterator[Pitfall]:

@@ -1,27 +1,21 @@
 """The command `graph`: starts trainer and engine as a run would, reads and shows both precision graphs, and stops everything."""
 
 import json
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
+from megatron_rl.distributed import Rank0
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.hub import fetch_weights
-from megatron_rl.hf.write import describe_weights, write_all_but_weights
-from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
-from megatron_rl.observability.signals import install_signal_handlers
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.graph.render import draw_svg, print_graphs
-from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run, pin_model
-from megatron_rl.rollout.engine import find_engine_launcher
+from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
+from megatron_rl.training.policies import load_actor
+from megatron_rl.training.session import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 
@@ -38,25 +32,16 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
 
 def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphComparison]:
     """Return both live graphs."""
-    install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
-    start_megatron(layout, config.train.seed)
-    resources.callback(stop_megatron)
-    run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
-    with errors_on_all_ranks():
-        fetch_weights(config.model.path)
-    folder = run_on_rank0(lambda: Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))), Path)
-    hf_config, contract = read_config(config.model.folder), PrecisionContract.from_config(config.precision)
-    model = build_model(hf_config, layout, contract, config.train)
-    load_checkpoint(model, config.model.folder, build_rank_shards(hf_config, layout))
-    Actor(model, config.train, config.rollout.temperature)  # creates masters and gradient buffers, and quantizes the weights
-    training = read_training_graph(model)
+    start_trainer(config, layout, GRAPH, resources)
+    hf_config = read_config(config.model.folder)
+    actor, _ = load_actor(config, layout, hf_config)
+    training = read_training_graph(actor.model)
 
     def compare() -> GraphComparison:
-        write_all_but_weights(folder, describe_weights(hf_config, contract), config.model.folder)
-        engine = find_engine_launcher(config.rollout.engine)(config, folder, folder, empty=True)
-        resources.callback(engine.stop)
-        engine.wait_until_ready()
-        return GraphComparison(training.value, tuple(engine.read_graph()))
+        folder = Path(resources.enter_context(TemporaryDirectory(prefix="megatron-rl-graph-")))
+        engines = start_empty_engines(config, hf_config, folder, folder)
+        resources.callback(engines.stop)
+        return GraphComparison(training.value, tuple(engines.read_graph()))
 
     return Rank0(compare)
 

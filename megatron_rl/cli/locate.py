@@ -1,32 +1,29 @@
 """The command `locate`: starts trainer and engine as a run would, fills the engine, and walks both through one prompt."""
 
 import json
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, run_on_rank0
+from megatron_rl.distributed import Rank0, get_rank
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.folder import read_state_file
-from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
-from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run, pin_model
-from megatron_rl.rollout.engine_pool import EnginePool, start_engines
+from megatron_rl.preflight import GRAPH, check_run, pin_model
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.locate import Locator, describe
 from megatron_rl.training.policies import load_actor
 from megatron_rl.training.resume import find_newest_whole
+from megatron_rl.training.session import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 
@@ -34,23 +31,17 @@ def locate_difference(config: Config, run: Path | None, text: str | None, json_f
     """Print where trainer and engine differ first. Return True if they do not. Under torchrun, every rank calls this. Raise UserError
     before anything heavy starts, RunError if trainer or engine cannot be started or the sync is not proved."""
     check_output_files({"--json": json_file})
-    config = pin_model(config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": 1})}))
+    config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         return _locate(config, layout, run, text, json_file, resources)
 
 
 def _locate(config: Config, layout: Layout, run: Path | None, text: str | None, json_file: Path | None, resources: ExitStack) -> bool:
-    install_signal_handlers(alone=layout.world_size == 1)
-    start_megatron(layout, config.train.seed)
-    resources.callback(stop_megatron)
-    run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
-    with errors_on_all_ranks():
-        fetch_weights(config.model.path)
+    start_trainer(config, layout, GRAPH, resources)
     checkpoint = None if run is None else find_newest_whole(run)[0]
     if run is not None and checkpoint is None:
         raise UserError("RUN_OR_CONFIG", str(run), "holds no complete checkpoint", "give the run's config file to start from its model")
-    folder = run_on_rank0(lambda: Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-locate-"))), Path)
     hf_config, contract = read_config(config.model.folder), PrecisionContract.from_config(config.precision)
     actor, shards = load_actor(config, layout, hf_config)
     if checkpoint is not None:
@@ -59,8 +50,8 @@ def _locate(config: Config, layout: Layout, run: Path | None, text: str | None, 
     plan = SyncPlan.make(geometry, layout, rollout, contract, config.sync.chunk_bytes, get_rank())
 
     def start() -> EnginePool:
-        write_all_but_weights(folder, describe_weights(hf_config, contract), config.model.folder)
-        return start_engines(config, folder, folder, empty=True)
+        folder = Path(resources.enter_context(TemporaryDirectory(prefix="megatron-rl-locate-")))
+        return start_empty_engines(config, hf_config, folder, folder)
 
     engines = Rank0(start)
     resources.callback(lambda: engines.run_local(lambda pool: pool.stop()))

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
@@ -39,10 +40,21 @@ Gpu = Annotated[str, typer.Option(help="GPU type: h100, h200, h800, h20, b200, g
 
 _TRAINING = ("torch", "megatron-core", "sglang")
 _QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)
+_ONE_ENGINE = "--rollout.engines=1"
 _OTHER_RANKS_WAIT_S = 2.0
 """Delay before local ranks other than 0 print an error. If all ranks fail, torchrun ends them meanwhile, and only rank 0 prints."""
 
+
+class _Program(TyperGroup):
+    def invoke(self, ctx: Any) -> None:
+        """Run a command. Its result False means exit code 1. Expected errors are one line."""
+        with expected_errors(), no_other_exit():
+            if super().invoke(ctx) is False:
+                raise typer.Exit(1)
+
+
 app = typer.Typer(
+    cls=_Program,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,27 +78,26 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train a policy, in this process or under torchrun."""
-    with expected_errors(), no_other_exit():
-        if config.startswith("-"):
-            raise UserError("CONFIG", config, "must be the config file", "write megatron-rl train CONFIG.toml --section.key=value")
-        loaded_config: Config = load_config(Path(config), overrides or [])
-        require_packages("train", *_TRAINING)
-        from megatron_rl.preflight import check_run, pin_model
+    if config.startswith("-"):
+        raise UserError("CONFIG", config, "must be the config file", "write megatron-rl train CONFIG.toml --section.key=value")
+    loaded_config: Config = load_config(Path(config), overrides or [])
+    require_packages("train", *_TRAINING)
+    from megatron_rl.preflight import check_run, pin_model
 
-        loaded_config = pin_model(loaded_config)
-        with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
-            use_private_temporary_folder()
-        layout = check_run(loaded_config)
-        from megatron_rl.mcore import wandb_hidden
+    loaded_config = pin_model(loaded_config)
+    with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
+        use_private_temporary_folder()
+    layout = check_run(loaded_config)
+    from megatron_rl.mcore import wandb_hidden
 
-        with wandb_hidden():
-            from megatron_rl.training.session import run_session  # takes seconds, so it follows the checks
+    with wandb_hidden():
+        from megatron_rl.training.session import run_session  # takes seconds, so it follows the checks
 
-        run_dir = run_session(loaded_config, layout)
-        if _rank("RANK") == 0:
-            print(f"run folder: {run_dir}")
-            if (page := run_dir / "report.html").exists():
-                print(f"report:     {page}")
+    run_dir = run_session(loaded_config, layout)
+    if _rank("RANK") == 0:
+        print(f"run folder: {run_dir}")
+        if (page := run_dir / "report.html").exists():
+            print(f"report:     {page}")
 
 
 @app.command("eval", context_settings={"ignore_unknown_options": True})
@@ -101,18 +112,17 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="New folder for results. Defaults to RUN_DIR/eval/STEP or LOG.DIR/eval.")] = None,
 ) -> None:
     """Evaluate a checkpoint on held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
-    with expected_errors(), no_other_exit():
-        sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
-        loaded_config: Config = load_config(config, [*(overrides or []), *sampling])
-        require_packages("eval", *_TRAINING)
-        from megatron_rl.cli.evaluate import EvalRequest
-        from megatron_rl.cli.evaluate import evaluate as run_evaluation
+    sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
+    loaded_config: Config = load_config(config, [*(overrides or []), *sampling])
+    require_packages("eval", *_TRAINING)
+    from megatron_rl.cli.evaluate import EvalRequest
+    from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
-        with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
-            use_private_temporary_folder()
-        folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, at, output))
-        print(f"results: {folder / 'eval.json'}")
-        print(f"page:    {folder / 'eval.html'}")
+    with reading("TMPDIR", os.environ.get("TMPDIR"), "name a folder that you can write to"):
+        use_private_temporary_folder()
+    folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, at, output))
+    print(f"results: {folder / 'eval.json'}")
+    print(f"page:    {folder / 'eval.html'}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -127,11 +137,10 @@ def plan(
     sbatch: Annotated[Path | None, typer.Option(help="SLURM batch file that starts the plan.")] = None,
 ) -> None:
     """Estimate memory, step time and weight sync of a run on a cluster, and rank layouts. Needs no GPU and only the model's config.json."""
-    with expected_errors():
-        loaded_config: Config = load_config(config, overrides or [])
-        from megatron_rl.cli.plan import PlanOptions, run_plan
+    loaded_config: Config = load_config(config, overrides or [])
+    from megatron_rl.cli.plan import PlanOptions, run_plan
 
-        run_plan(loaded_config, PlanOptions(config, tuple(overrides or []), nodes, gpus_per_node, gpu, top, json, sbatch))
+    run_plan(loaded_config, PlanOptions(config, tuple(overrides or []), nodes, gpus_per_node, gpu, top, json, sbatch))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -143,17 +152,14 @@ def rehearse(
     gpu: Gpu = "h100",
     ranks: Annotated[str | None, typer.Option(help="Ranks such as 0,7,last. Defaults to one per kind of pipeline stage.")] = None,
     json: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
-) -> None:
+) -> bool:
     """Rehearse a GPU job without a GPU: run the trainer's code of some ranks on tensors without data. Shows failures, memory compared with
     `plan`, host synchronizations and collectives. Exit with 1 if a rank fails or its memory differs from the plan."""
-    with expected_errors():
-        loaded_config: Config = load_config(config, overrides or [])
-        require_packages("rehearse", *_TRAINING)
-        from megatron_rl.cli.rehearse import RehearseOptions, run_rehearsal
+    loaded_config: Config = load_config(config, overrides or [])
+    require_packages("rehearse", *_TRAINING)
+    from megatron_rl.cli.rehearse import RehearseOptions, run_rehearsal
 
-        passes = run_rehearsal(loaded_config, RehearseOptions(nodes, gpus_per_node, gpu, ranks, json))
-    if not passes:
-        raise typer.Exit(1)
+    return run_rehearsal(loaded_config, RehearseOptions(nodes, gpus_per_node, gpu, ranks, json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -162,17 +168,14 @@ def graph(
     overrides: Overrides = None,
     svg: Annotated[Path | None, typer.Option(help="SVG file for one layer of both graphs.")] = None,
     json: Annotated[Path | None, typer.Option(help="JSON file for both graphs and their differences.")] = None,
-) -> None:
+) -> bool:
     """Start trainer and engine, and show the precision of every tensor in both. Exit with 1 if the engine's graph is not a subgraph of the
     training forward pass, which is expected for modes that quantize only the engine."""
-    with expected_errors():
-        loaded_config: Config = load_config(config, overrides or [])
-        require_packages("graph", *_TRAINING)
-        from megatron_rl.cli.graph import show_graph
+    loaded_config: Config = load_config(config, [*(overrides or []), _ONE_ENGINE])
+    require_packages("graph", *_TRAINING)
+    from megatron_rl.cli.graph import show_graph
 
-        matches = show_graph(loaded_config, svg, json)
-    if not matches:
-        raise typer.Exit(1)
+    return show_graph(loaded_config, svg, json)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -181,19 +184,16 @@ def locate(
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(help="Text to walk instead of random tokens.", show_default=False)] = None,
     json: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
-) -> None:
+) -> bool:
     """Walk trainer and engine through one prompt, and name the first operator, layer, token and element that differ, with the likely cause.
     A run's newest checkpoint is loaded. Exit with 1 if anything differs."""
-    with expected_errors():
-        from megatron_rl.cli.run_settings import read_settings
+    from megatron_rl.cli.run_settings import read_settings
 
-        loaded_config, run = read_settings(source, overrides or [])
-        require_packages("locate", *_TRAINING)
-        from megatron_rl.cli.locate import locate_difference
+    loaded_config, run = read_settings(source, [*(overrides or []), _ONE_ENGINE])
+    require_packages("locate", *_TRAINING)
+    from megatron_rl.cli.locate import locate_difference
 
-        is_equal = locate_difference(loaded_config, run, prompt, json)
-    if not is_equal:
-        raise typer.Exit(1)
+    return locate_difference(loaded_config, run, prompt, json)
 
 
 @app.command()
@@ -207,17 +207,16 @@ def export(
 ) -> None:
     """Convert a checkpoint of a run, or a Hugging Face checkpoint, to a Hugging Face checkpoint of some precision. Adapters are written in
     PEFT's format. With --align, the padded model computes the same function. Under torchrun, the ranks share the work."""
-    with expected_errors():
-        if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
-            raise UserError("--tensor-parallel", tensor_parallel, "only applies with --align", "add --align 128")
-        require_packages("export", *_TRAINING[:2])
-        from megatron_rl.hf.align import Alignment
-        from megatron_rl.mcore.weights.export import export_checkpoint
+    if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
+        raise UserError("--tensor-parallel", tensor_parallel, "only applies with --align", "add --align 128")
+    require_packages("export", *_TRAINING[:2])
+    from megatron_rl.hf.align import Alignment
+    from megatron_rl.mcore.weights.export import export_checkpoint
 
-        alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
-        export_checkpoint(checkpoint, output, precision, alignment)
-        if _rank("RANK") == 0:
-            print(f"checkpoint: {output}")
+    alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
+    export_checkpoint(checkpoint, output, precision, alignment)
+    if _rank("RANK") == 0:
+        print(f"checkpoint: {output}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -231,10 +230,9 @@ def serve(
     """Serve a checkpoint, as of `export`, with OpenAI's interface until Ctrl-C, by the engine of a run. Clients need the API key: the value
     of the environment variable MEGATRON_RL_API_KEY, or a new one that is printed. Options such as --rollout.max_total_tokens apply to the
     engine."""
-    with expected_errors():
-        from megatron_rl.cli.serve import serve as run_server
+    from megatron_rl.cli.serve import serve as run_server
 
-        run_server(folder, port, {"hosts": (host,), "tp": tp}, overrides or [])
+    run_server(folder, port, {"hosts": (host,), "tp": tp}, overrides or [])
 
 
 @app.command()
@@ -243,26 +241,24 @@ def report(
     output: Annotated[Path | None, typer.Option(help="File for the comparison of several runs.", show_default=False)] = None,
 ) -> None:
     """Write report.html, a self-contained page about one run, or a page that compares several runs."""
-    with expected_errors():
-        if len(run_dirs) > 1:
-            from megatron_rl.reporting.comparison import write_comparison
+    if len(run_dirs) > 1:
+        from megatron_rl.reporting.comparison import write_comparison
 
-            print(f"comparison: {write_comparison(run_dirs, output)}")
-            return
-        if output is not None:
-            raise UserError("--output", str(output), "only applies to several runs", "remove it, or add more runs")
-        from megatron_rl.reporting.report import write_report
+        print(f"comparison: {write_comparison(run_dirs, output)}")
+        return
+    if output is not None:
+        raise UserError("--output", str(output), "only applies to several runs", "remove it, or add more runs")
+    from megatron_rl.reporting.report import write_report
 
-        print(f"report: {write_report(run_dirs[0])}")
+    print(f"report: {write_report(run_dirs[0])}")
 
 
 @app.command()
 def doctor() -> None:
     """Show installed versions, the code that a run uses on this machine, and what is missing."""
-    with expected_errors():
-        from megatron_rl.cli.doctor import print_diagnosis
+    from megatron_rl.cli.doctor import print_diagnosis
 
-        print_diagnosis()
+    print_diagnosis()
 
 
 def main() -> None:

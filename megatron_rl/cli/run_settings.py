@@ -1,15 +1,11 @@
 """Arguments that several commands have: a run's folder or a TOML file, and files to write. Does not import torch."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from megatron_rl.config import Config, load_config
-from megatron_rl.config.errors import to_user_error
-from megatron_rl.config.loading import apply_overrides
+from megatron_rl.config.loading import make_config
 from megatron_rl.errors import UserError
 from megatron_rl.observability.run_folder import read_run
 
@@ -26,8 +22,4 @@ def read_settings(source: Path, overrides: Sequence[str]) -> tuple[Config, Path 
     Raise UserError if it cannot be read."""
     if not os.path.isdir(source):
         return load_config(source, overrides), None
-    table = apply_overrides(read_run(source, field="RUN_OR_CONFIG").get("config") or {}, overrides)
-    try:
-        return Config.model_validate_json(json.dumps(table)), source
-    except ValidationError as error:
-        raise to_user_error(error, Config) from None
+    return make_config(read_run(source, field="RUN_OR_CONFIG").get("config") or {}, overrides), source

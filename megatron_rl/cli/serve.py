@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_rl.config import Config
-from megatron_rl.config.errors import to_user_error
 from megatron_rl.config.hub import find_model_folder
-from megatron_rl.config.loading import apply_overrides
+from megatron_rl.config.loading import make_config
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_high_format
@@ -72,8 +69,4 @@ def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str]) -
     if stored:
         precision["scale_format"] = stored.scale_format
     no_run = {"data": {"max_prompt_tokens": 1}, "rollout": {**fields, "max_new_tokens": 1}}  # requests have their own lengths
-    table = apply_overrides({"model": {"path": str(path)}, "precision": precision, **no_run}, overrides)
-    try:
-        return Config.model_validate(table, strict=False)
-    except ValidationError as error:
-        raise to_user_error(error, Config) from None
+    return make_config({"model": {"path": str(path)}, "precision": precision, **no_run}, overrides)

@@ -39,12 +39,17 @@ def load_config(
     """
     table = _read_toml(path) | (_read_toml(more) if more else {})
     with reading("CONFIG", str(path), _EXAMPLE):
-        table = apply_overrides(table, overrides)
-        _refuse_secrets(table)
-        try:  # from JSON even a strict model accepts a string as Path and a list as tuple
-            return root.model_validate_json(json.dumps(table, default=str))
-        except ValidationError as error:
-            raise to_user_error(error, root) from None
+        return make_config(table, overrides, root)
+
+
+def make_config(table: dict[str, Any], overrides: Sequence[str], root: type[ConfigT] = Config) -> ConfigT:  # type: ignore[assignment]
+    """Apply overrides to the sections of a configuration and validate the result. Raise UserError as `load_config` does."""
+    table = apply_overrides(table, overrides)
+    _refuse_secrets(table)
+    try:  # from JSON even a strict model accepts a string as Path and a list as tuple
+        return root.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise to_user_error(error, root) from None
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -71,11 +71,6 @@ def read_set(source: DataSourceConfig, data: DataConfig, field: str) -> ProblemS
     return found
 
 
-def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str) -> list[Problem]:
-    """Return the problems of `read_set`."""
-    return read_set(source, data, field).problems
-
-
 def make_key(problem: Problem, columns: Mapping[str, Any]) -> bytes:
     """Return a digest of everything about a problem that reaches policy and judge, except the name of its set. Equal rows have equal keys.
 

@@ -19,6 +19,7 @@ from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_out
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
 from parallel.layout import Layout, balance_stages, check_stages
+from parallel.layout_hints import list_divisors
 from parallel.shards import GeometryError
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
@@ -184,7 +185,7 @@ class Planner:
     def _layouts(self, gpus: int) -> Iterator[Layout]:
         model = self.job.model
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
-            for pp in _divisors(gpus // tp):
+            for pp in list_divisors(gpus // tp):
                 for cp in self._context_sizes(gpus):
                     if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.shares_heads(tp * cp)):
                         for layout in self._expert_layouts(Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))):
@@ -200,7 +201,7 @@ class Planner:
         if experts is None:
             yield layout
             return
-        for ep in _divisors(experts.count):
+        for ep in list_divisors(experts.count):
             for etp in sorted({1, layout.tp}):
                 if layout.tp * layout.cp * layout.dp % (ep * etp) == 0:
                     yield replace(layout, ep=ep, etp=etp)
@@ -226,7 +227,3 @@ def _closeness(estimate: CandidateEstimate) -> tuple[float, float]:
 
 def _powers(limit: int) -> list[int]:
     return [1 << power for power in range(limit.bit_length())]
-
-
-def _divisors(length: int) -> list[int]:
-    return [size for size in range(1, length + 1) if length % size == 0]

@@ -66,12 +66,6 @@ def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, to
     return data.contiguous(), scale
 
 
-def quantize_128x1(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Q_128x1(x) of x `[T, K]`, any T, as (float8_e4m3fn `[T, K]`, float32 scales `[ceil(T/128), K]`)."""
-    data, scale = quantize_1x128(x.t(), scale_format)
-    return data.t().contiguous(), scale.t().contiguous()
-
-
 def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return the float32 values of Q_1x128(x), with groups of 128 along the last dimension of x `[..., K]`, any K."""
     length = x.shape[-1]

@@ -35,9 +35,3 @@ def pack_scales(scale: torch.Tensor, rows: int) -> torch.Tensor:
     packed = words.new_zeros(*words.shape[:-2], words.shape[-1], -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE)
     packed = packed.transpose(-1, -2)[..., :rows, :]
     return packed.copy_(words)
-
-
-def unpack_scales(packed: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the float32 scales `[..., rows, groups]` of `pack_scales`, one for each row."""
-    exponents = torch.stack([packed >> 8 * byte & 0xFF for byte in range(GROUPS_PER_WORD)], -1).flatten(-2)[..., :groups]
-    return (exponents << _EXPONENT_BITS).view(torch.float32)

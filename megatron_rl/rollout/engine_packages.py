@@ -11,6 +11,8 @@ INSTALL = "bash launch/install_gpu.sh"
 PACKAGES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Modules that SGLang imports on a GPU at every start -> their packages."""
 ATTENTION = "rollout.sglang.attention_backend"
+NO_FLASH_ATTENTION_3 = "the installed sglang-kernel has no FlashAttention 3 (flash_ops), SGLang's default on a Hopper GPU"
+OTHER_ATTENTION = f"{INSTALL}, or set {ATTENTION} to triton with precision.reduction = 'fast'"
 _HOPPER = 9  # major compute capability of GPUs on which FlashAttention 3 is SGLang's default
 
 
@@ -37,5 +39,4 @@ def check(options: Mapping[str, Any], kv_by_layer: bool, capability: int) -> Non
     if missing := find_missing_packages():
         raise UserError("rollout.engine", "sglang", f"does not start on a GPU without {' and '.join(missing)} (not installed)", INSTALL)
     if capability == _HOPPER and not kv_by_layer and "attention_backend" not in options and not has_flash_attention_3():
-        rule = "is FlashAttention 3 by default on a Hopper GPU, and the installed sglang-kernel has no library of it (flash_ops)"
-        raise UserError(ATTENTION, None, rule, f"{INSTALL}, or set it to triton with precision.reduction = 'fast'")
+        raise UserError(ATTENTION, None, f"is not set, and {NO_FLASH_ATTENTION_3}", OTHER_ATTENTION)

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from megatron_rl.observability.run_log import RunLog
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
-from megatron_rl.preflight import check_on_rank_0
+from megatron_rl.preflight import TRAIN, Needs, check_on_rank_0
 from megatron_rl.preflight.resumed_run import ResumedRun, describe_change
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
@@ -67,16 +67,36 @@ from parallel.layout import Layout
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
 
 
+def start_trainer(config: Config, layout: Layout, known: Needs, resources: ExitStack, timeout_minutes: int = 30) -> None:
+    """Start Megatron, make the checks `known` that only rank 0 makes, and fetch the weights. `resources` stops Megatron, also on SIGTERM.
+    `timeout_minutes`: of collectives. Collective."""
+    install_signal_handlers(alone=layout.world_size == 1)
+    start_megatron(layout, config.train.seed, timeout_minutes)
+    resources.callback(stop_megatron)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(count_threads(layout.world_size))
+    run_on_rank0(lambda: check_on_rank_0(config, known))
+    with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
+        fetch_weights(config.model.path)
+
+
+def start_empty_engines(
+    config: Config, hf_config: Mapping[str, Any], folder: Path, logs: Path, notify: Callable[[str], None] = print, version: int = 0
+) -> EnginePool:
+    """Start the engines without weights. `folder`: an empty folder for their config.json and tokenizer; `version`: see `start_engines`.
+    Rank 0 only."""
+    weights = describe_weights(hf_config, PrecisionContract.from_config(config.precision))
+    write_all_but_weights(folder, weights, config.model.folder)
+    return start_engines(config, folder, logs, notify, empty=True, version=version)
+
+
 class Session:
     """One run, new or resumed."""
 
     def __init__(self, config: Config, layout: Layout, resources: ExitStack) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
-        self._start_processes()
-        run_on_rank0(lambda: check_on_rank_0(config))
-        with errors_on_all_ranks():  # rank 0 has fetched the weights; nodes with separate caches fetch them too
-            fetch_weights(config.model.path)
+        start_trainer(config, layout, TRAIN, resources, _COLLECTIVE_TIMEOUT_MINUTES if config.log.stuck_after else 30)
         self.resumed: ResumedRun | None = None
         self.resume_point: ResumePoint | None = None
         if found := find_resume_point(config):
@@ -86,13 +106,6 @@ class Session:
         self.log = Rank0(lambda: self._open_log(models))
         self.folder = self.log.run(lambda log: log.dir, Path)
         self._start_watchdog()
-
-    def _start_processes(self) -> None:
-        install_signal_handlers(alone=self.layout.world_size == 1)
-        start_megatron(self.layout, self.config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if self.config.log.stuck_after else 30)
-        self._resources.callback(stop_megatron)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(count_threads(self.layout.world_size))
 
     def _open_log(self, models: dict[str, str]) -> RunLog:
         """Create the run's folder, or reopen the folder of the resumed run. `models`: their hashes. Rank 0 only."""
@@ -206,8 +219,7 @@ class Session:
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
         (model := self.folder / "engine_model").mkdir()
-        write_all_but_weights(model, describe_weights(hf_config, self.contract), config.model.folder)
-        engines = start_engines(config, model, self.folder, self.notify, empty=True, version=0 if state is None else state.version)
+        engines = start_empty_engines(config, hf_config, model, self.folder, self.notify, 0 if state is None else state.version)
         self.log.value.record_launch(engine_seeds=engines.seeds)
         self._resources.callback(engines.stop)
         check_vocabulary(engines.read_vocabulary(), tokenizer, config.model.folder, hf_config)

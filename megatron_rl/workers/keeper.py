@@ -113,7 +113,7 @@ def _end_everything(child: int) -> int:
             continue
         late = time.monotonic() > deadline
         for pid in _find_descendants():
-            if late or not _is_tracker(pid):
+            if late or not is_tracker(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         if late:
@@ -141,7 +141,8 @@ def _list_processes() -> Iterator[tuple[int, int]]:
                     yield int(name), int(parent)
 
 
-def _is_tracker(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
+    """Return whether this is a resource tracker of Python, which ends by itself once it has cleaned up /dev/shm."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return b"multiprocessing.resource_tracker" in file.read()
     return False
@@ -158,18 +159,28 @@ def _end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def main() -> None:
-    parent, files, *words = sys.argv[1:]
-    for name in (signal.SIGINT, signal.SIGUSR1):  # only the process that started the keeper reacts to them
+def ignore_signals_for_parent() -> None:
+    """Ignore Ctrl-C and SIGUSR1, a cluster's warning before a time limit. Only the parent process reacts to them."""
+    for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    fork_kept_child(int(parent), [int(file) for file in files.split(",") if file], relay=True)
+
+
+def become(words: list[str]) -> NoReturn:
+    """Replace this process with a program."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvp(words[0], words)
     except OSError as error:
         os.write(2, f"{words[0]}: {error.strerror}\n".encode())
         os._exit(127)
+
+
+def main() -> None:
+    parent, files, *words = sys.argv[1:]
+    ignore_signals_for_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    fork_kept_child(int(parent), [int(file) for file in files.split(",") if file], relay=True)
+    become(words)
 
 
 if __name__ == "__main__":

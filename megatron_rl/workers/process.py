@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.workers import plain
 from megatron_rl.workers.frames import FrameError, pack, receive_frame
-from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, prctl
+from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, ignore_signals_for_parent, prctl
 from megatron_rl.workers.usage import Usage, note_exhaustion, take_exhaustion
 from parallel import user_code
 from parallel.plug import InputError
@@ -119,12 +119,6 @@ def describe_error(error: BaseException) -> str:
     worker is replaced."""
     note_exhaustion(error)
     return user_code.describe_error(error)
-
-
-def ignore_signals_for_parent() -> None:
-    """Ignore Ctrl-C and SIGUSR1, a cluster's warning before a time limit. Only the parent process reacts to them."""
-    for name in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:

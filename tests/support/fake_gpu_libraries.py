@@ -15,8 +15,9 @@ from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import reference as swiglu
-from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
-from megatron_rl.precision.ue8m0 import pack_scales, unpack_scales
+from megatron_rl.precision.fp8 import quantize_1x128
+from megatron_rl.precision.ue8m0 import pack_scales
+from support.fp8_reference import quantize_128x1, unpack_scales
 from support.tree_sums import dequantize
 
 _TENSOR, _EXTENSION = "transformer_engine.pytorch.tensor", "transformer_engine_torch"

@@ -5,10 +5,22 @@ import pytest
 import torch
 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
+from megatron_rl.precision.fp8 import quantize_1x128
 from parallel.digest import flat_bytes
 
 both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+
+
+def quantize_128x1(x, scale_format):
+    """Return Q_128x1(x) of x `[T, K]`, any T, as (float8_e4m3fn `[T, K]`, float32 scales `[ceil(T/128), K]`)."""
+    data, scale = quantize_1x128(x.t(), scale_format)
+    return data.t().contiguous(), scale.t().contiguous()
+
+
+def unpack_scales(packed, groups):
+    """Return the float32 scales `[..., rows, groups]` of `precision.ue8m0.pack_scales`, one for each row."""
+    exponents = torch.stack([packed >> 8 * byte & 0xFF for byte in range(4)], -1).flatten(-2)[..., :groups]
+    return (exponents << 23).view(torch.float32)
 
 
 def uneven_matrix(rows, cols, seed=0):

@@ -8,6 +8,7 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
+from parallel.shards import Shard, take_all
 from support.golden.slow_cut import as_fp8
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
@@ -108,3 +109,8 @@ PUBLISHED |= HYBRIDS
 @cache
 def published_model(name):
     return ModelGeometry.from_hf_config(PUBLISHED[name])
+
+
+def build_checkpoint_shards(model):
+    """Return the checkpoint itself as shards: every tensor whole."""
+    return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in model.tensors().values()]

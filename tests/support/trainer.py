@@ -44,6 +44,7 @@ from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
 from parallel.reshard import add_scale_transfers, reshard
+from support.geometries import build_checkpoint_shards
 
 
 def gather_tensors(named_tensors, model, layout, format_of):
@@ -51,7 +52,7 @@ def gather_tensors(named_tensors, model, layout, format_of):
     dict on other ranks. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = build_trainer_shards(model, layout, format_of=format_of)
-    checkpoint_shards = model.build_checkpoint_shards()
+    checkpoint_shards = build_checkpoint_shards(model)
     own = []
     for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
         if transfer.source_rank == rank:

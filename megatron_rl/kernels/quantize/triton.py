@@ -142,11 +142,11 @@ def allocate(
     empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     row_pair = column_pair = None
     if rows:
-        count = _round_up(tokens, row_multiple)
-        row_scale = empty(width // BLOCK, _round_up(count, 4), dtype=torch.float32)
+        count = triton.cdiv(tokens, row_multiple) * row_multiple
+        row_scale = empty(width // BLOCK, triton.cdiv(count, 4) * 4, dtype=torch.float32)
         row_pair = empty(count, width, dtype=torch.float8_e4m3fn), row_scale.t()[:count]
     if columns:
-        count = _round_up(tokens, column_multiple)
+        count = triton.cdiv(tokens, column_multiple) * column_multiple
         column_pair = empty(width, count, dtype=torch.float8_e4m3fn), empty(-(-tokens // BLOCK), width, dtype=torch.float32).t()
     return row_pair, column_pair
 
@@ -156,10 +156,6 @@ def shape_groups(columns: QuantizedPair | None, groups: TokenGroups | None, by_t
     if columns is None or groups is None:
         return columns
     return columns[0].view(columns[0].shape[::-1]) if by_token else columns[0].flatten(), columns[1]
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -39,6 +40,7 @@ _FIRST_REQUEST_SECONDS = 10.0  # a connection without a request is closed after 
 _STOP_SECONDS = 10
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}
 Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
+Read = Callable[[AgentEpisode, bytes], PolicyRequest]
 Describe = Callable[[Turn, int, PolicyRequest], Response]
 
 
@@ -50,9 +52,7 @@ class AgentEndpoint:
         self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * agent.max_tokens
         self._threads = ThreadPoolExecutor(_THREADS_PER_AGENT * agent.workers, thread_name_prefix="megatron-rl-agent-request")
         routes = [
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
-            Route("/v1/completions", self._complete_text, methods=["POST"]),
-            Route("/v1/responses", self._respond, methods=["POST"]),
+            *(Route(path, partial(self._answer_request, *form), methods=["POST"]) for path, form in _FORMS.items()),
             Route("/v1/models", self._show_models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._show_models, methods=["GET"]),
         ]
@@ -100,19 +100,7 @@ class AgentEndpoint:
             raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
         return client
 
-    async def _complete(self, request: Request) -> Response:
-        return await self._handle(request, lambda _, body: read_chat_request(body), _describe_completion)
-
-    async def _complete_text(self, request: Request) -> Response:
-        return await self._handle(request, lambda _, body: read_text_request(body), _describe_text)
-
-    async def _respond(self, request: Request) -> Response:
-        def read(episode: AgentEpisode, body: bytes) -> PolicyRequest:
-            return read_response_request(body, lambda name: episode.find_turn(name).messages)
-
-        return await self._handle(request, read, _describe_response)
-
-    async def _handle(self, http: Request, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe) -> Response:
+    async def _answer_request(self, read: Read, describe: Describe, http: Request) -> Response:
         client = self._find_client(http)
         try:
             async with client.receiving(http, self._most_bytes) as body:
@@ -120,9 +108,7 @@ class AgentEndpoint:
         except ClientDisconnect:
             return Response(status_code=499)
 
-    def _serve(
-        self, episode: AgentEpisode, body: bytes, read: Callable[[AgentEpisode, bytes], PolicyRequest], describe: Describe
-    ) -> Response:
+    def _serve(self, episode: AgentEpisode, body: bytes, read: Read, describe: Describe) -> Response:
         """Answer a request in a thread. An error while the request is read refuses it. Any later error that is not a RefusedError is the
         run's, whatever its type: it ends the episode and is raised where the agent is awaited. No error leaves the thread, because its
         traceback would keep the parsed body in memory."""
@@ -272,3 +258,11 @@ def _describe_response(turn: Turn, number: int, request: PolicyRequest) -> Respo
         "usage": {"input_tokens": before, "output_tokens": sampled, "total_tokens": before + sampled, **details},
     }
     return JSONResponse(response)
+
+
+_FORMS: dict[str, tuple[Read, Describe]] = {
+    "/v1/chat/completions": (lambda _, body: read_chat_request(body), _describe_completion),
+    "/v1/completions": (lambda _, body: read_text_request(body), _describe_text),
+    "/v1/responses": (lambda episode, body: read_response_request(body, lambda name: episode.find_turn(name).messages), _describe_response),
+}
+"""Path -> what reads a request and describes the turn that answers it."""

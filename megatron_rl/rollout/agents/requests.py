@@ -157,8 +157,7 @@ class _ResponseRequest(_Request):
 def read_chat_request(body: bytes | bytearray) -> PolicyRequest:
     """Read a request to /v1/chat/completions. Raise RefusedError if it is malformed or not supported."""
     with _reading:
-        values = _read_options(body, _ChatRequest)
-        request = _validate(_ChatRequest, values)
+        values, request = _read_body(body, _ChatRequest)
         messages = [message.convert() for message in request.messages]
         tools = [tool.function for tool in request.tools or ()]
         limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
@@ -168,8 +167,7 @@ def read_chat_request(body: bytes | bytearray) -> PolicyRequest:
 def read_text_request(body: bytes | bytearray) -> PolicyRequest:
     """Read a request to /v1/completions, with OpenAI's default of 16 tokens, or raise RefusedError."""
     with _reading:
-        values = _read_options(body, _TextRequest)
-        request = _validate(_TextRequest, values)
+        values, request = _read_body(body, _TextRequest)
         return _make_request(values, request, [ConversationMessage(TEXT, request.prompt)], (), request.max_tokens or 16)
 
 
@@ -177,8 +175,7 @@ def read_response_request(body: bytes | bytearray, find_earlier: Callable[[str],
     """Read a request to /v1/responses, or raise RefusedError. `find_earlier`: returns the conversation that
     `previous_response_id` names."""
     with _reading:
-        values = _read_options(body, _ResponseRequest)
-        request = _validate(_ResponseRequest, values)
+        values, request = _read_body(body, _ResponseRequest)
         if request.stream:
             raise RefusedError("stream: responses cannot be streamed here; use chat completions")
         messages = [ConversationMessage("system", request.instructions)] if request.instructions else []
@@ -189,8 +186,11 @@ def read_response_request(body: bytes | bytearray, find_earlier: Callable[[str],
         return _make_request(values, request, messages, request.tools or (), request.max_output_tokens)
 
 
-def _read_options(body: bytes | bytearray, model: type[_Request]) -> dict[str, Any]:
-    """Return the fields of a body. Raise RefusedError for options that would change responses."""
+R = TypeVar("R", bound=_Request)
+
+
+def _read_body(body: bytes | bytearray, model: type[R]) -> tuple[dict[str, Any], R]:
+    """Return the fields of a body, and the request. Raise RefusedError for options that would change responses."""
     try:
         values = from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
@@ -200,7 +200,7 @@ def _read_options(body: bytes | bytearray, model: type[_Request]) -> dict[str, A
     for name, value in values.items():
         if name not in model.model_fields and name not in _LABELS and name not in _OWN_SAMPLING and not _is_neutral(name, value):
             raise RefusedError(f"{name[:100]}: {json.dumps(value)[:100]} is not supported here; leave it out")
-    return values
+    return values, _validate(model, values)
 
 
 def _is_neutral(name: str, value: Any) -> bool:

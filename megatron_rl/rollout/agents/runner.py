@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
 from megatron_rl.types import Episode
-from megatron_rl.workers.keeper import fork_kept_child
-from megatron_rl.workers.process import ignore_signals_for_parent, limit_memory, seed_libraries
+from megatron_rl.workers.keeper import become, fork_kept_child, ignore_signals_for_parent
+from megatron_rl.workers.process import limit_memory, seed_libraries
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
 MOST_BYTES = 1 << 16  # maximum size of a message in bytes
@@ -39,14 +39,6 @@ def load_function(name: str) -> Callable[[], None]:
                 file.write(repr(float(reward)))
 
     return run
-
-
-def become(words: list[str]) -> None:
-    """Replace this process with a program."""
-    try:
-        os.execvp(words[0], words)
-    except OSError as error:
-        sys.exit(f"{words[0]}: {error.strerror}")
 
 
 def serve(channel: socket.socket, memory_mb: int) -> bool:

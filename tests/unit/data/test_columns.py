@@ -15,7 +15,7 @@ from support import data as support
 from megatron_rl.config.data import ColumnsConfig
 from megatron_rl.data.columns import JsonRows, RowColumns
 from megatron_rl.data.formats import RowError
-from megatron_rl.data.sets import read_columns, read_problem_set
+from megatron_rl.data.sets import read_columns, read_set
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
@@ -26,7 +26,7 @@ ROWS = [
 
 def read(source: str, **data: object) -> list[Problem]:
     config = support.make_config(train=source, columns={"question": "q", "answer": "a"}, **data).data
-    return read_problem_set(config.train[0], config, "data.train")
+    return read_set(config.train[0], config, "data.train").problems
 
 
 @pytest.fixture
@@ -182,10 +182,10 @@ def test_rows_of_verl(write):
     golds = ("2", 2, 2.0, {"target": ["2"]}, ["2"])
     path = write(*({**row, "reward_model": {"style": "rule", "ground_truth": gold}} for gold in golds))
     data = support.make_config(train=path, format="verl", chat=True).data
-    problems = read_problem_set(data.train[0], data, "data.train")
+    problems = read_set(data.train[0], data, "data.train").problems
     assert [problem.answer for problem in problems] == ["2", "2", "2", '{"target": ["2"]}', '["2"]']
     assert [problem.columns["reward_model"]["ground_truth"] for problem in problems] == list(golds)
     assert problems[0].prompt == "1?" and problems[0].history == ({"role": "system", "content": "S"},)
     data = support.make_config(train=write(row), format="verl", chat=True).data
     with pytest.raises(UserError, match="format verl needs the field reward_model.ground_truth, found data_source, prompt, extra_info"):
-        read_problem_set(data.train[0], data, "data.train")
+        read_set(data.train[0], data, "data.train")

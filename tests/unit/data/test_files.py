@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
-from megatron_rl.data.sets import read_problem_set, read_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.errors import UserError
 
 ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}", "note": "x"} for n in range(3)]
@@ -27,7 +27,7 @@ def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
 
 
 def read(path: Path, format: str | None = "gsm8k", name: str = ""):
-    return read_problem_set(DataSourceConfig(source=str(path), name=name), DataConfig(format=format), "data.train")
+    return read_set(DataSourceConfig(source=str(path), name=name), DataConfig(format=format), "data.train").problems
 
 
 def test_a_row_becomes_a_problem(tmp_path):
@@ -35,7 +35,7 @@ def test_a_row_becomes_a_problem(tmp_path):
     assert (problem.prompt, problem.answer) == ("How many {clips} of 0?", "1070")
     assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
     named = DataSourceConfig(source=str(tmp_path / "gsm8k" / "train.jsonl"), name="sums", format="gsm8k")
-    [problem] = read_problem_set(named, DataConfig(format="math"), "data.eval")
+    [problem] = read_set(named, DataConfig(format="math"), "data.eval").problems
     assert (problem.id, problem.source) == ("sums:1", "sums"), "a set can have its own name and format"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.formats import RowError, math, read_row
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.plugs import DATA_FORMATS
 
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
@@ -81,7 +81,7 @@ def test_rows_of_another_format_are_refused_with_a_suggestion(format, row, wrong
     ],
 )
 def test_the_real_files_are_read(file, format, levels):
-    problems = read_problem_set(DataSourceConfig(source=str(REAL / file)), DataConfig(format=format), "data.eval")
+    problems = read_set(DataSourceConfig(source=str(REAL / file)), DataConfig(format=format), "data.eval").problems
     assert Counter(problem.level for problem in problems) == levels
 
 

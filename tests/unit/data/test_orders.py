@@ -16,7 +16,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig, TrainDataSourceConfig
 from megatron_rl.data import check_data
 from megatron_rl.data.orders import DifficultyEpochs, order_by_difficulty, shuffle_epochs
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.thinking import Response
@@ -189,4 +189,4 @@ def test_data_that_do_not_match_the_settings_are_refused(model, write, fields, l
 def test_a_column_of_pass_rates_is_read(write):
     source = write(*({"q": f"{n}?", "a": "1", "rate": rate} for n, rate in enumerate((0, 0.25, None))))
     data = DataConfig.model_validate({"train": [{"source": source, "columns": {"question": "q", "answer": "a", "pass_rate": "rate"}}]})
-    assert [problem.pass_rate for problem in read_problem_set(data.train[0], data, "data.train")] == [0.0, 0.25, None]
+    assert [problem.pass_rate for problem in read_set(data.train[0], data, "data.train").problems] == [0.0, 0.25, None]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from megatron_rl.config.data import ColumnsConfig, DataConfig
 from megatron_rl.data.formats import RowError
-from megatron_rl.data.sets import read_columns, read_problem_set
+from megatron_rl.data.sets import read_columns, read_set
 from megatron_rl.errors import UserError
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -77,11 +77,11 @@ def test_errors_name_the_row(tmp_path, write):
     pyarrow.parquet.write_table(table, tmp_path / "verl.parquet")
     columns = {"messages": "prompt", "answer": "reward_model.ground_truth"}
     data = DataConfig.model_validate({"train": str(tmp_path / "verl.parquet"), "columns": columns, "chat": True})
-    assert [problem.answer for problem in read_problem_set(data.train[0], data, "data.train")] == ["2", "3"]
+    assert [problem.answer for problem in read_set(data.train[0], data, "data.train").problems] == ["2", "3"]
     rows = write({"q": "1+1?", "a": "2"}, {"q": "2+2?"})
     data = DataConfig.model_validate({"train": rows, "columns": {"question": "q", "answer": "a"}})
     with pytest.raises(UserError) as caught:
-        read_problem_set(data.train[0], data, "data.train")
+        read_set(data.train[0], data, "data.train")
     assert str(caught.value) == f"data.train = '{rows}:2': has no field a, found q; set data.columns.answer to one of them"
 
 
@@ -114,7 +114,7 @@ def test_messages_of_a_custom_format_need_a_chat_template(tmp_path, monkeypatch,
     monkeypatch.syspath_prepend(str(tmp_path))
     data = DataConfig.model_validate({"train": write({}), "format": "own_chat:read"})
     with pytest.raises(UserError, match=r"rows.jsonl:1': has tools or messages before the question, which only .*; set data.chat = true"):
-        read_problem_set(data.train[0], data, "data.train")
+        read_set(data.train[0], data, "data.train")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import QUANTIZED
-from support.geometries import plan_case, published_model, small_model, source_shards, target_shards
+from support.geometries import build_checkpoint_shards, plan_case, published_model, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, as_bf16, as_fp8, as_int8, cases
 
@@ -96,7 +96,7 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
 @given(data=st.data())
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
     case = data.draw(cases(family))
-    source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
+    source, whole = slow_cut.checkpoint(case.model), {0: build_checkpoint_shards(case.model)}
     slow_cut.assert_same(slow_cut.cut_all(whole, source), {0: source})
     assert_carried(source_shards(case), whole, source)
     assert_carried({**target_shards(case), 100: whole[0]}, whole, source)  # kv heads of several ranks; overlapping sources
@@ -109,7 +109,7 @@ def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(famil
 def test_scales_of_output_channels_go_to_the_engine_and_an_export(family, data):
     case = data.draw(cases(family))
     sources, source = build_trainer_shards(case.model, case.train), slow_cut.checkpoint(case.model, INT8)
-    for targets in (target_shards(case), {0: case.model.build_checkpoint_shards()}):
+    for targets in (target_shards(case), {0: build_checkpoint_shards(case.model)}):
         assert_carried(sources, targets, source, INT8)
 
 
@@ -147,7 +147,7 @@ def test_the_checkpoint_may_store_qkv_as_one_tensor(tp, widths, monkeypatch):
     q, kv = kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim
     for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
         assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
-    targets = {**target_shards(case), 100: case.model.build_checkpoint_shards()}
+    targets = {**target_shards(case), 100: build_checkpoint_shards(case.model)}
     assert_carried(source_shards(case), targets, slow_cut.checkpoint(case.model))
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fp8_reference import unpack_scales
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_weight
-from megatron_rl.precision.ue8m0 import is_ue8m0, pack_scales, unpack_scales
+from megatron_rl.precision.ue8m0 import is_ue8m0, pack_scales
 
 EXPONENTS = st.integers(1, 254)
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from support.data import make_config
 
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import load_function
 from megatron_rl.rewards.foreign import Sample
@@ -209,7 +209,7 @@ def test_rows_of_verl_reach_the_function_in_a_worker(tmp_path):
         pyarrow.Table.from_pylist([{**VERL, "reward_model": {"ground_truth": {"target": ["2", "two"]}}}]), tmp_path / "a.parquet"
     )
     data = make_config(train=str(tmp_path / "a.parquet"), format="verl", chat=True).data
-    (problem,) = read_problem_set(data.train[0], data, "data.train")
+    (problem,) = read_set(data.train[0], data, "data.train").problems
     config = RewardConfig(function="ported_rewards:compute_score", workers=1)
     check_rewards(config)
     with Scorer(config, print) as scorer:

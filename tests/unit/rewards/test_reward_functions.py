@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AddedToken
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.rewards import load_function, match
 from megatron_rl.rewards import math as math_reward
 from megatron_rl.rewards.thinking import decode_completion, find_markers, split_thought
@@ -215,7 +215,7 @@ def _correct(texts: list[str], golds: list[str]) -> int:
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval")
+    problems = read_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval").problems
     golds = [problem.answer for problem in problems]
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319

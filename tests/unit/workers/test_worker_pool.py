@@ -16,7 +16,7 @@ import pytest
 from support.processes import alive_after
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem, Reward
@@ -154,7 +154,7 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 @pytest.mark.long
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason="needs the data sets in ../shared/data")
 def test_real_gsm8k_golds_verify_in_the_pool():
-    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval")
+    problems = read_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval").problems
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     with pool_of("math", 2, 5.0) as pool:
         assert all(reward.correct for reward in judged(pool, texts, problems))

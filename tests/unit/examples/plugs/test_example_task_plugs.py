@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.sets import read_set
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import load_function
 from megatron_rl.rewards.pool import call_reward_function
@@ -22,7 +22,7 @@ def read(tmp_path):
         (tmp_path / "questions.csv").write_text(text)
         table = {"source": "examples.plugs.csv_rows:read_csv", "format": "examples.plugs.hash_format:read_row"}
         data = DataConfig(train=[table], settings={"path": str(tmp_path / "questions.csv"), **settings})
-        return read_problem_set(data.train[0], data, "data.train")
+        return read_set(data.train[0], data, "data.train").problems
 
     return _read
 

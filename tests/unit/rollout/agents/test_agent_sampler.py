@@ -70,7 +70,7 @@ def test_an_agent_may_give_its_own_reward_or_be_a_program():
     assert (completion.text, completion.own_reward, completion.environment_error) == ("xy", 0.75, "")
     with sampler_of(name=None, command=("no-such-program",)) as sampler:
         (missing,) = sample(sampler, "a")
-    assert missing.environment_error == "exit code 1: no-such-program: No such file or directory" and not missing.conversations
+    assert missing.environment_error == "exit code 127: no-such-program: No such file or directory" and not missing.conversations
 
 
 def test_agents_survive_the_end_of_their_server_but_a_module_that_ends_its_process_ends_the_run():

@@ -9,12 +9,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from support import fake_gpu_libraries as fake_kernels
-from support.fp8_reference import uneven
+from support.fp8_reference import uneven, unpack_scales
 from support.processes import call_in_fresh_process
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_1x128, quantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from megatron_rl.precision.ue8m0 import unpack_scales
 from rollout_sglang import derived_tensors
 from rollout_sglang.hooks import blackwell, gpu_activation_quant, registry
 from rollout_sglang.platform import stub_modules
