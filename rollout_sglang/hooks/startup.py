@@ -66,6 +66,29 @@ def widen_decay(original: Callable[..., None], self: Any, *args: Any, **named: A
     self.dt_bias.data = self.dt_bias.data.float()
 
 
+def keep_layer_types(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `Qwen3NextConfig.__init__`, also of Qwen3.5, which drops `layer_types` and gives every `full_attention_interval`-th layer full
+    attention. Here layers are in any order. SGLang's registry cannot replace a property, so the class gets it here."""
+    original(self, *args, **named)
+    owner = next(each for each in type(self).__mro__ if "layers_block_type" in vars(each))
+    if not isinstance(owner.layers_block_type, _LayerKinds):
+        owner.layers_block_type = _LayerKinds(owner.layers_block_type.fget)
+    self.megatron_rl_layer_types = named.get("layer_types")
+    if getattr(self, "full_attention_interval", None) is None and self.megatron_rl_layer_types:
+        self.full_attention_interval = 1 + self.megatron_rl_layer_types.index("full_attention")  # code for NPUs reads it
+
+
+class _LayerKinds(property):
+    """The kind of each layer of a hybrid model, by SGLang's names."""
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        types = getattr(config, "megatron_rl_layer_types", None)
+        return [_KINDS[each] for each in types] if types else super().__get__(config, owner)
+
+
+_KINDS = {"linear_attention": "linear_attention", "full_attention": "attention"}
+
+
 def keep_int8_layout(self: Any, layer: Any) -> None:
     """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()
