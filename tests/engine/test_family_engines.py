@@ -153,10 +153,21 @@ def test_hybrids_of_any_shape_have_the_same_bits(family, changes, layout, engine
 
 
 @pytest.mark.long
-def test_an_engine_that_alone_is_quantized_absorbs_what_is_emulated(tmp_path):
+@pytest.mark.parametrize(
+    "family, mode",
+    [
+        ("deepseek_v3", "fp8_rollout"),
+        ("qwen3_next", "fp8_rollout"),
+        ("qwen3_next", "int8_rollout"),
+        ("qwen3_5_text", "int8_rollout"),
+        ("qwen3_5_moe_text", "int8_rollout"),
+    ],
+)
+def test_an_engine_that_alone_is_quantized_computes_what_is_emulated(family, mode, tmp_path):
+    """Latent attention absorbs a quantized projection; gated delta nets have projections in high precision beside quantized ones."""
     with World(1, tmp_path / "world") as world:
-        precision = {"mode": "fp8_rollout", "high": "bf16"}
-        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, precision, Layout(), {}, True)
+        precision = {"mode": mode, "high": "bf16"}
+        world.call(trainer_engine.start_architecture, family, tmp_path, precision, Layout(), {}, True)
         world.call(trainer_engine.sync, 1)
         logprobs = world.call(trainer_engine.generate_and_emulate, PROMPTS)[0]
         assert torch.equal(logprobs["engine"], logprobs["emulated"])

@@ -2,6 +2,7 @@
 
 import re
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,8 +162,11 @@ def test_layers_that_sglang_merges_must_be_whole_blocks_even_if_the_checkpoint_h
     assert find_engine_problem(model, 1, 1, lambda _: BF16) is None
 
 
-def test_delta_nets_are_refused_in_int8():
-    assert "gated delta nets" in SPLIT.attention[0].refuse_engine_format(INT8)
+def test_gates_stay_in_high_precision_in_int8_and_need_a_format_that_can_say_so():
+    assert INT8.quantization_config(SPLIT.unquantized_modules)["ignore"] == ["in_proj_ba", "in_proj_b", "in_proj_a", "conv1d"]
+    assert "ignore" not in INT8.quantization_config()
+    kind, silent = SPLIT.attention[0], replace(INT8, quantization=(("quant_method", "other"),))
+    assert not kind.refuse_engine_format(INT8) and "gated delta nets" in kind.refuse_engine_format(silent)
 
 
 TINY = {name: value for name, value in ARCHITECTURES["qwen3_next"].items() if name != "full_attention_interval"}
