@@ -40,9 +40,12 @@ from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region, Shard
+from parallel.wrappers import unwrap
 
 _NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
 """Values of a config.json that affect no weight, replaced by values that the trainer supports."""
+_BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+"""Lists of a config.json with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,10 @@ def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
         raise UserError("--hf-config", str(path), f"cannot be read ({type(error).__name__})", "name a config.json or its folder") from None
     if not isinstance(config, dict):
         raise UserError("--hf-config", str(path), "must be a JSON object", "name a config.json or its folder")
+    config = dict(unwrap(config))
     if layers is not None:
         config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
+        config |= {name: config[name][:layers] for name in _BY_LAYER if isinstance(config.get(name), list)}
     config.setdefault("max_position_embeddings", 4096)
     return config | _NOT_ABOUT_WEIGHTS
 
