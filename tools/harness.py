@@ -98,9 +98,9 @@ class EngineRankStub:
     def __init__(self, shards: Iterable[Shard], tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors, self._handler = tensors, RankHandler()
         vocabularies = [_make_vocabulary(shard) for shard in shards if shard.role in ("embedding", "lm_head")]
-        model = SimpleNamespace(
-            named_parameters=tensors.items, named_modules=lambda: vocabularies
-        )  # a torch module accepts no names with dots
+        model = SimpleNamespace(  # a torch module accepts no names with dots; no layer has a derived tensor
+            named_parameters=tensors.items, named_modules=lambda: vocabularies, modules=list
+        )
         self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=SimpleNamespace(size=0, available_size=int))
 
     def answer(self, request: dict[str, Any], rank: int) -> dict[str, str]:

@@ -57,7 +57,9 @@ def make_hybrid(folder, name, dtype=torch.float32, **changes):
     model.to(dtype).save_pretrained(folder)
     make_byte_tokenizer(folder)
     config_file = folder / "config.json"  # transformers 5 leaves out fields that SGLang needs
-    more = {"rope_theta": fields["rope_parameters"]["rope_theta"]} | ({} if fields["layer_types"] else {"full_attention_interval": interval})
+    more = {"rope_theta": fields["rope_parameters"]["rope_theta"]} | (
+        {} if fields["layer_types"] else {"full_attention_interval": interval}
+    )
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
     return folder
 
