@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets, with gated attention in some layers, usually every fourth; experts chosen by a softmax beside one gated shared expert.
-Norms are zero-centered. Qwen3.5 and 3.6 differ in the checkpoint's projections, and have a dense variant."""
+"""Qwen3-Next: gated delta nets, with gated attention in some layers, usually every fourth; experts chosen by a softmax beside one gated
+shared expert. Norms are zero-centered. Qwen3.5 and 3.6 differ in the checkpoint's projections, and have a dense variant."""
 
 from typing import Any
 
