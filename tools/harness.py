@@ -101,7 +101,8 @@ class EngineRankStub:
         model = SimpleNamespace(  # a torch module accepts no names with dots; no layer has a derived tensor
             named_parameters=tensors.items, named_modules=lambda: vocabularies, modules=list
         )
-        self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=SimpleNamespace(size=0, available_size=int))
+        cache = SimpleNamespace(size=0, available_size=int)
+        self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache, req_to_token_pool=None)
 
     def answer(self, request: dict[str, Any], rank: int) -> dict[str, str]:
         return self._handler.answer(request, rank, self._runner)
