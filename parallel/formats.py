@@ -12,6 +12,8 @@ from typing import NamedTuple, cast
 
 BLOCK = 128  # rows and columns of an FP8 weight block, and length of an activation group
 SCALE = "scale"  # name of the formats of scales
+NAMED_MODULES = frozenset({"modules_to_not_convert", "ignore"})
+"""Fields of a `quantization_config` that name linear layers in high precision, of which SGLang reads one for each format."""
 SERVED_METHODS = ("fp8", "w8a8_int8")  # quantization methods that `rollout_sglang` serves, under SGLang's names
 
 
@@ -74,12 +76,19 @@ class TensorFormat:
         """Return the format with these scales, or unchanged if it fixes its scales or has none."""
         return replace(self, scale_format=scale_format) if self.quantized and not self.scale_format else self
 
+    @property
+    def names_modules(self) -> bool:
+        """Whether `quantization_config` can name linear layers that stay in high precision."""
+        return any(field in NAMED_MODULES for field, _ in self.quantization)
+
     def quantization_config(self, unquantized: Sequence[str] = ()) -> dict[str, object]:
         """Return the `quantization_config` of a checkpoint as SGLang reads it, or {} if nothing is quantized. `unquantized`: names of
         linear layers in high precision, beside those of every model."""
         config = {name: list(value) if isinstance(value, tuple) else value for name, value in self.quantization}
-        if isinstance(names := config.get("modules_to_not_convert"), list):
-            names += unquantized
+        for field in NAMED_MODULES & config.keys():
+            config[field] = [*cast(list[str], config[field]), *unquantized]
+            if not config[field]:
+                del config[field]
         # "ue8m0" makes the engine's activation scales powers of two as well
         return config | ({"scale_fmt": "ue8m0"} if self.scale_format == "pow2" else {})
 
@@ -114,7 +123,7 @@ INT8 = TensorFormat(
     (1, 0),
     scale_format="fp32",
     scale_suffix="_scale",
-    quantization=(("quant_method", "w8a8_int8"), ("is_dynamic", True)),
+    quantization=(("quant_method", "w8a8_int8"), ("is_dynamic", True), ("ignore", ())),
     serves_latent_attention=False,  # values and scales would be rounded to BF16
 )
 FORMATS = {format.name: format for format in (BF16, FP32, FP8, INT8)}

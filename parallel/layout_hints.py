@@ -12,23 +12,26 @@ from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_block_alignment
-from parallel.sglang_shards import build_engine_shards
-from parallel.shards import GeometryError, Shard
+from parallel.sglang_shards import build_engine_shards, check_merged_layers
+from parallel.shards import GeometryError
 
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
     """Return why a training layout cannot work, or None if it can."""
-    return _find_problem(lambda: build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of), format_of)
+    model, layout = keep_first_layers(model), keep_one_replica(layout)
+    return _catch(lambda: check_block_alignment(build_trainer_shards(model, layout, format_of=format_of), format_of))
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
     """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work, or None if it can."""
-    return _find_problem(lambda: build_engine_shards(keep_first_layers(model), tp, ep), format_of)
+    model = keep_first_layers(model)
+    problem = _catch(lambda: check_block_alignment(build_engine_shards(model, tp, ep), format_of))
+    return problem or _catch(lambda: check_merged_layers(model, tp, format_of))
 
 
-def _find_problem(build: Callable[[], dict[int, list[Shard]]], format_of: FormatOf) -> GeometryError | None:
+def _catch(check: Callable[[], None]) -> GeometryError | None:
     try:
-        check_block_alignment(build(), format_of)
+        check()
     except GeometryError as error:
         return error
     return None

@@ -6,6 +6,7 @@ modules of their own, so the engine needs --disable-shared-experts-fusion."""
 
 from functools import lru_cache
 
+from parallel.formats import FormatOf
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, Region, Shard, Weight, cut_vocabulary, cut_weight, split, stack_regions
 
@@ -44,6 +45,20 @@ def check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
         raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.family} has none", "set rollout.ep = 1")
     if model.experts is not None and model.experts.count % ep:
         raise GeometryError("rollout.ep", ep, f"must divide the number of experts ({model.experts.count})", "use a divisor of it")
+
+
+def check_merged_layers(model: ModelGeometry, tp: int, format_of: FormatOf) -> None:
+    """Raise GeometryError if a rank's rows of a layer that SGLang merges with others, such as q of [q ; k ; v ; z], are no whole blocks:
+    SGLang refuses it, also where the checkpoint stores one tensor whose blocks are whole."""
+    for weight in (weight for part in model.list_weights() for weight in part if weight.cut == "rows" and weight.expert is None):
+        parts = weight.stacks if len(weight.stacks) > 1 else tuple((piece,) for piece in weight.pieces)
+        block = format_of(weight.pieces[0].tensor.role).block
+        if block is None or len(parts) == 1:
+            continue
+        for rows in (sum(region.tensor_rect.rows for region in part) for part in parts):
+            if rows % (block[0] * tp):
+                rule = f"of a layer that SGLang merges with others in it: each of {tp} engine ranks needs a multiple of {block[0]} rows"
+                raise GeometryError(weight.sglang, f"{rows} rows", rule, "use a smaller rollout.tp, wider heads, or precision.mode = bf16")
 
 
 def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:

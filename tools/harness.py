@@ -98,10 +98,11 @@ class EngineRankStub:
     def __init__(self, shards: Iterable[Shard], tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors, self._handler = tensors, RankHandler()
         vocabularies = [_make_vocabulary(shard) for shard in shards if shard.role in ("embedding", "lm_head")]
-        model = SimpleNamespace(
-            named_parameters=tensors.items, named_modules=lambda: vocabularies
-        )  # a torch module accepts no names with dots
-        self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=SimpleNamespace(size=0, available_size=int))
+        model = SimpleNamespace(  # a torch module accepts no names with dots; no layer has a derived tensor
+            named_parameters=tensors.items, named_modules=lambda: vocabularies, modules=list
+        )
+        cache = SimpleNamespace(size=0, available_size=int)
+        self._runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache, req_to_token_pool=None)
 
     def answer(self, request: dict[str, Any], rank: int) -> dict[str, str]:
         return self._handler.answer(request, rank, self._runner)

@@ -40,9 +40,12 @@ from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region, Shard
+from parallel.wrappers import unwrap
 
 _NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
 """Values of a config.json that affect no weight, replaced by values that the trainer supports."""
+_BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
+"""Lists of a config.json with an entry for each layer."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +160,10 @@ def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
 
 def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     """Read a config.json and reduce the model to `layers` layers. Raise UserError for bad input."""
-    config = read_object(path / "config.json" if path.is_dir() else path, "--hf-config")
+    config = dict(unwrap(read_object(path / "config.json" if path.is_dir() else path, "--hf-config")))
     if layers is not None:
         config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
+        config |= {name: config[name][:layers] for name in _BY_LAYER if isinstance(config.get(name), list)}
     config.setdefault("max_position_embeddings", 4096)
     return config | _NOT_ABOUT_WEIGHTS
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.errors import UserError
-from parallel.formats import BF16, FORMATS, FP32, TensorFormat
+from parallel.formats import BF16, FORMATS, FP32, NAMED_MODULES, TensorFormat
 
 _PART = re.compile(r"(.*\.experts\.(?:gate_up|down)_proj(?:_bias)?)\.(\d+)")
 
@@ -31,7 +31,7 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
 
     def find_differences(format: TensorFormat) -> dict[str, object]:
         wanted = format.quantization_config().items()
-        return {name: value for name, value in wanted if name != "modules_to_not_convert" and settings.get(name) != value}
+        return {name: value for name, value in wanted if name not in NAMED_MODULES and settings.get(name) != value}
 
     known = [format for format in FORMATS.values() if format.quantized]
     format = min(known, key=lambda format: ("quant_method" in (different := find_differences(format)), len(different)))

@@ -136,8 +136,7 @@ def engine_can_shard_the_model(facts: Facts) -> None:
 def _suggest_export(error: GeometryError, facts: Facts) -> GeometryError:
     """Return the error. If padded matrices would solve it, add the `export` command that pads them."""
     block = facts.contract.engine_format.block
-    widens = all(kind.can_widen for kind in facts.model.attention)
-    if block is None or not widens or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
+    if block is None or not _can_widen(facts) or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
         return error
     trainer, engine = facts.layout, facts.engine
     sizes = {"--tensor-parallel": math.lcm(trainer.tp, engine.tp)}
@@ -146,6 +145,11 @@ def _suggest_export(error: GeometryError, facts: Facts) -> GeometryError:
     path = facts.config.model.path if facts.path == Path() else facts.path
     words = [f"export --checkpoint {path} --output DIR --align {max(block)}", *(f"{name} {size}" for name, size in sizes.items())]
     return GeometryError(error.field, error.value, error.rule, f"{error.fix}, or wider matrices: megatron-rl {' '.join(words)}")
+
+
+def _can_widen(facts: Facts) -> bool:
+    """Return whether `export --align` knows the model."""
+    return all(kind.can_widen for kind in facts.model.attention)
 
 
 @rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
@@ -162,7 +166,8 @@ def ranks_hold_whole_subtrees(facts: Facts) -> None:
     for field, ranks, name, width in sums:
         if ranks > 1 and not holds_node(width, ranks):
             rule = f"with precision.reduction = 'tree' must be a power of two that divides {name} (width {width}) into multiples of {LEAF}"
-            raise UserError(field, ranks, rule, "use another size, wider matrices (export --align 128), or precision.reduction = 'fast'")
+            wider = f"wider matrices (export --align {LEAF}), " if _can_widen(facts) else ""
+            raise UserError(field, ranks, rule, f"use another size, {wider}or precision.reduction = 'fast'")
 
 
 @rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)

@@ -67,8 +67,8 @@ class GatedDeltaNet(AttentionKind):
         return self.channels + 2 * self.v_heads + self.v_width
 
     def refuse_engine_format(self, format: TensorFormat) -> str:
-        names_modules = "modules_to_not_convert" in dict(format.quantization) or not format.quantized
-        return "" if names_modules else f"gated delta nets, whose gates SGLang would store in {format.name.upper()}"
+        fits = format.names_modules or not format.quantized
+        return "" if fits else f"gated delta nets, whose gates SGLang would store in {format.name.upper()}"
 
     def count_state_bytes(self, tp: int, high_bytes: int) -> int:
         """Return the bytes of the float32 states, and of the last inputs of the convolution in the high dtype."""

@@ -1,5 +1,5 @@
-"""Qwen3-Next: gated delta nets, with gated attention in every fourth layer; experts chosen by a softmax beside one gated shared expert.
-Norms are zero-centered. Qwen3.5 and 3.6 differ in the checkpoint's projections, and have a dense variant."""
+"""Qwen3-Next: gated delta nets, with gated attention in some layers, usually every fourth; experts chosen by a softmax beside one gated
+shared expert. Norms are zero-centered. Qwen3.5 and 3.6 differ in the checkpoint's projections, and have a dense variant."""
 
 from typing import Any
 
@@ -38,20 +38,30 @@ def read_hybrid(config: HFConfig, grouped: bool, **options: Any) -> ModelGeometr
 
 
 def _read_layers(config: HFConfig, grouped: bool) -> tuple[AttentionKind, ...]:
-    """Read the attention of each layer from `full_attention_interval`, which SGLang needs, or from `layer_types`, which transformers
-    writes."""
+    """Read the attention of each layer from `layer_types`, in any order, or from `full_attention_interval`."""
     layers, types = config.layers(), config.get("layer_types")
-    if isinstance(types, list) and _FULL in types:
-        config.with_defaults(full_attention_interval=types.index(_FULL) + 1)
-    interval = config.with_defaults(full_attention_interval=4).size("full_attention_interval")
-    expected = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(layers)]
-    if types not in (None, expected):
-        raise refuse("layer_types", types, f"full_attention in every layer number that full_attention_interval ({interval}) divides")
-    if interval > layers:
+    field = "full_attention_interval" if types is None else "layer_types"
+    if types is None:
+        config.with_defaults(full_attention_interval=4)
+    elif not isinstance(types, list) or len(types) != layers or any(each not in (_LINEAR, _FULL) for each in types):
+        raise GeometryError(f"config.json {field}", types, f"must name {_LINEAR} or {_FULL} for each of {layers} layers", CORRECT)
+    elif _FULL in types and types == _repeat(interval := types.index(_FULL) + 1, layers):
+        config.with_defaults(full_attention_interval=interval)  # SGLang by itself reads no other field
+    if types is None or config.get("full_attention_interval") is not None:
+        repeated = _repeat(interval := config.size("full_attention_interval"), layers)
+        if types not in (None, repeated):
+            rule = f"differs from full_attention_interval = {interval}, which means {_FULL} in every layer number that it divides"
+            raise GeometryError(f"config.json {field}", types, rule, "remove one of them")
+        types = repeated
+    if _FULL not in types:
         rule = f"leaves no full attention in {layers} layers, which SGLang's caches need"
-        raise GeometryError("config.json full_attention_interval", interval, rule, CORRECT)
+        raise GeometryError(f"config.json {field}", config.get(field), rule, CORRECT)
     kinds: dict[str, AttentionKind] = {_LINEAR: _read_delta_net(config, grouped), _FULL: _read_attention(config)}
-    return tuple(kinds[each] for each in expected)
+    return tuple(kinds[each] for each in types)
+
+
+def _repeat(interval: int, layers: int) -> list[str]:
+    return [_LINEAR if (layer + 1) % interval else _FULL for layer in range(layers)]
 
 
 def _read_attention(config: HFConfig) -> SoftmaxAttention:

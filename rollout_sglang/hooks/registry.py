@@ -53,6 +53,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
+        ("sglang.srt.configs.qwen3_next.Qwen3NextConfig.__init__", startup.keep_layer_types, "AROUND"),
         ("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),

@@ -66,6 +66,24 @@ def widen_decay(original: Callable[..., None], self: Any, *args: Any, **named: A
     self.dt_bias.data = self.dt_bias.data.float()
 
 
+_LAYER_KINDS = {"linear_attention": "linear_attention", "full_attention": "attention"}
+
+
+def keep_layer_types(original: Callable[..., None], self: Any, *args: Any, **named: Any) -> None:
+    """Wrap `Qwen3NextConfig.__init__`, also Qwen3.5's, which drops `layer_types`: layers may be in any order, not only have full attention
+    at every `full_attention_interval`-th place. SGLang's registry cannot replace a property, so its class gets another one here."""
+    original(self, *args, **named)
+    if (types := named.get("layer_types")) is None:
+        return
+    self.megatron_rl_kinds = [_LAYER_KINDS[each] for each in types]
+    self.full_attention_interval = 1 + types.index("full_attention")  # code for NPUs looks for the first one
+    owner = next(each for each in type(self).__mro__ if "layers_block_type" in vars(each))
+    by_interval = owner.layers_block_type
+    if not hasattr(owner, "megatron_rl_kinds"):
+        owner.megatron_rl_kinds = None
+        owner.layers_block_type = property(lambda config: config.megatron_rl_kinds or by_interval.fget(config))
+
+
 def keep_int8_layout(self: Any, layer: Any) -> None:
     """Replace `W8A8Int8LinearMethod.process_weights_after_loading`: transpose the weight once, not at every sync, and only on a GPU."""
     weight = layer.weight.detach()

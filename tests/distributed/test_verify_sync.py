@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.geometries import hybrid_config
 from support.processes import ROOT, run_tool
 
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -49,6 +50,13 @@ MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "m
 )
 def test_experts_and_narrow_heads_to_one_engine_rank(tmp_path, changes, options):
     done = run(tmp_path, QWEN3 | changes, "--layers", "1", "--train", *options)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_fewer_layers_of_a_wrapper_whose_config_lists_its_layers(tmp_path):
+    widths = {"head_dim": 128, "intermediate_size": 256, "vocab_size": 100, "linear_num_key_heads": 4}
+    done = run(tmp_path, hybrid_config("qwen3_5", 8, 256, 4, 2, 8, **widths), "--layers", "4", "--train", "tp=2", "--rollout", "tp=2")
     assert done.returncode == 0, done.stderr
 
 

@@ -119,6 +119,8 @@ def test_experts_latent_and_linear_attention_have_the_same_bits_in_any_layout(fa
 
 WIDE = {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "intermediate_size": 512}
+_FULL, _LINEAR = "full_attention", "linear_attention"
+ANY_ORDER = {"num_hidden_layers": 5, "full_attention_interval": None, "layer_types": [_FULL, _FULL, _LINEAR, _LINEAR, _LINEAR]}
 ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 12, "vocab_size": 302}
 
 
@@ -132,11 +134,13 @@ ODD = {"num_hidden_layers": 5, "full_attention_interval": 3, "linear_num_key_hea
         ("qwen3_5_text", ODD | {"num_hidden_layers": 7}, Layout(cp=2), {"tp": 2}, "fp32"),
         ("qwen3_next", WIDE | {"shared_expert_intermediate_size": 512}, Layout(tp=2, ep=2, etp=1), {"tp": 4, "ep": 2}, "fp8_bf16"),
         ("qwen3_5_moe_text", ODD, Layout(dp=2, ep=2), {"tp": 2, "ep": 2}, "bf16_layer_kv"),
+        ("qwen3_next", ANY_ORDER, Layout(pp=2, first_stage_layers=2), {}, "bf16_layer_kv"),  # the second stage has no cached layer
+        ("qwen3_5_moe_text", ANY_ORDER | {"layer_types": ANY_ORDER["layer_types"][::-1]}, Layout(cp=2, ep=2), {"tp": 2, "ep": 2}, "fp8_kv"),
         ("qwen3_5_moe_text", WIDE | {"shared_expert_intermediate_size": 512}, Layout(tp=2, cp=2, ep=4, etp=1), {"tp": 2}, "fp8"),
     ],
 )
 def test_hybrids_of_any_shape_have_the_same_bits(family, changes, layout, engine, mode, tmp_path):
-    """Unequal heads, an odd number of layers, prompts in chunks of 40, and a filter of tokens."""
+    """Unequal heads, an odd number of layers, layers in any order, prompts in chunks of 40, and a filter of tokens."""
     prompts = [[11 * token % 250 for token in range(length)] for length in (1, 2, 39, 40, 41, 63, 65, 200, 333)]
     with World(layout.world_size, tmp_path / "world") as world:
         rollout = {"chunked_prefill_size": 40, **engine}
@@ -149,10 +153,21 @@ def test_hybrids_of_any_shape_have_the_same_bits(family, changes, layout, engine
 
 
 @pytest.mark.long
-def test_an_engine_that_alone_is_quantized_absorbs_what_is_emulated(tmp_path):
+@pytest.mark.parametrize(
+    "family, mode",
+    [
+        ("deepseek_v3", "fp8_rollout"),
+        ("qwen3_next", "fp8_rollout"),
+        ("qwen3_next", "int8_rollout"),
+        ("qwen3_5_text", "int8_rollout"),
+        ("qwen3_5_moe_text", "int8_rollout"),
+    ],
+)
+def test_an_engine_that_alone_is_quantized_computes_what_is_emulated(family, mode, tmp_path):
+    """Latent attention absorbs a quantized projection; gated delta nets have projections in high precision beside quantized ones."""
     with World(1, tmp_path / "world") as world:
-        precision = {"mode": "fp8_rollout", "high": "bf16"}
-        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, precision, Layout(), {}, True)
+        precision = {"mode": mode, "high": "bf16"}
+        world.call(trainer_engine.start_architecture, family, tmp_path, precision, Layout(), {}, True)
         world.call(trainer_engine.sync, 1)
         logprobs = world.call(trainer_engine.generate_and_emulate, PROMPTS)[0]
         assert torch.equal(logprobs["engine"], logprobs["emulated"])

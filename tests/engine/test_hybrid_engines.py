@@ -15,6 +15,7 @@ PRECISIONS = {
     "bf16_kv": {"mode": "bf16", "high": "bf16", "kv": "e4m3"},
 }
 ODD_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "num_hidden_layers": 5}
+ANY_ORDER = {"num_hidden_layers": 5, "layer_types": [f"{kind}_attention" for kind in ("full", "linear", "linear", "full", "linear")]}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,8 @@ ODD_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key
         pytest.param("qwen3_5", "bf16", {"tp": 2}, {}, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe", "fp32", {"tp": 2, "ep": 2}, {}, marks=pytest.mark.long),
         pytest.param("qwen3_next", "fp32", {}, ODD_HEADS, marks=pytest.mark.long),
+        pytest.param("qwen3_next", "fp32", {"tp": 2}, ANY_ORDER, marks=pytest.mark.long),
+        pytest.param("qwen3_5", "fp32", {}, ANY_ORDER | {"layer_types": ANY_ORDER["layer_types"][::-1]}, marks=pytest.mark.long),
         pytest.param("qwen3_next", "bf16_kv", {"tp": 4}, {}, marks=pytest.mark.long),
     ],
 )

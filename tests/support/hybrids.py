@@ -39,7 +39,7 @@ def make_hybrid(folder, name, dtype=torch.float32, **changes):
     fields = {**_COMMON, **more, **changes}
     interval = fields["full_attention_interval"]
     kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(fields["num_hidden_layers"])]
-    config = getattr(transformers, config_class)(**{**fields, "layer_types": kinds})
+    config = getattr(transformers, config_class)(**{**fields, "layer_types": fields["layer_types"] or kinds})
     config.torch_dtype = dtype
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).float()
@@ -57,7 +57,9 @@ def make_hybrid(folder, name, dtype=torch.float32, **changes):
     model.to(dtype).save_pretrained(folder)
     make_byte_tokenizer(folder)
     config_file = folder / "config.json"  # transformers 5 leaves out fields that SGLang needs
-    more = {"full_attention_interval": interval, "rope_theta": fields["rope_parameters"]["rope_theta"]}
+    more = {"rope_theta": fields["rope_parameters"]["rope_theta"]} | (
+        {} if fields["layer_types"] else {"full_attention_interval": interval}
+    )
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
     return folder
 

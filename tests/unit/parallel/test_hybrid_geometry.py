@@ -1,6 +1,8 @@
 """Gated delta nets and gated attention: rows of both sides by hand, what config.json may say, and wrappers with a vision tower."""
 
+import re
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from megatron_rl.cost.weights import count_layer_kinds
 from megatron_rl.hf.write import describe_weights
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.attention import GatedDeltaNet, SoftmaxAttention
-from parallel.formats import INT8
+from parallel.formats import BF16, INT8
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
@@ -147,8 +149,24 @@ def test_ranks_must_share_the_heads_of_delta_nets(problem, words):
         problem()
 
 
-def test_delta_nets_are_refused_in_int8():
-    assert "gated delta nets" in SPLIT.attention[0].refuse_engine_format(INT8)
+@pytest.mark.parametrize("family, changes, words", [
+    ("qwen3_5_text", {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_value_head_dim": 128}, "in_proj_qkvz.* = 192 rows"),
+    ("qwen3_next", {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_value_head_dim": 32}, "in_proj_qkvz.* = 192 rows"),
+    ("glm4", {"intermediate_size": 192}, "gate_up_proj.* = 192 rows"),
+])  # fmt: skip
+def test_layers_that_sglang_merges_must_be_whole_blocks_even_if_the_checkpoint_has_one_tensor(family, changes, words):
+    """The trainer quantizes the tensor as a whole, whose rows are a multiple of 128. SGLang would raise while it builds the layer."""
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
+    assert find_trainer_problem(model, Layout(), as_fp8) is None
+    assert re.search(f"{words}: .* each of 1 engine ranks needs a multiple of 128 rows", str(find_engine_problem(model, 1, 1, as_fp8)))
+    assert find_engine_problem(model, 1, 1, lambda _: BF16) is None
+
+
+def test_gates_stay_in_high_precision_in_int8_and_need_a_format_that_can_say_so():
+    assert INT8.quantization_config(SPLIT.unquantized_modules)["ignore"] == ["in_proj_ba", "in_proj_b", "in_proj_a", "conv1d"]
+    assert "ignore" not in INT8.quantization_config()
+    kind, silent = SPLIT.attention[0], replace(INT8, quantization=(("quant_method", "other"),))
+    assert not kind.refuse_engine_format(INT8) and "gated delta nets" in kind.refuse_engine_format(silent)
 
 
 TINY = {name: value for name, value in ARCHITECTURES["qwen3_next"].items() if name != "full_attention_interval"}
@@ -164,11 +182,24 @@ def test_layer_types_and_the_interval_are_two_names_of_the_same():
     assert model.attention_of(7) == model.attention[5]  # of a layer for multi-token prediction
 
 
+def test_kinds_of_layers_may_have_any_order():
+    """An engine gets `layer_types` alone, since no interval means the same."""
+    types = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    model, resolved = (read(TINY | {"layer_types": types}) for read in (ModelGeometry.from_hf_config, ModelGeometry.resolve_config))
+    assert [kind.module for kind in model.attention] == ["self_attn", "linear_attn", "linear_attn", "self_attn"]
+    assert resolved["layer_types"] == types and "full_attention_interval" not in resolved
+    assert ModelGeometry.from_hf_config(resolved) == model
+
+
 @pytest.mark.parametrize("changes, words", [
-    ({"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}, "layer_types"),
-    ({"layer_types": ["linear_attention"] * 3 + ["full_attention"], "full_attention_interval": 2}, "layer_types"),
-    ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types"),
-    ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    ({"layer_types": ["linear_attention"] * 3 + ["full_attention"], "full_attention_interval": 2},
+     "layer_types = .*: differs from full_attention_interval = 2, .*; remove one of them"),
+    ({"layer_types": ["full_attention"] * 4, "full_attention_interval": 0}, "full_attention_interval = 0: must be a positive integer"),
+    ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types = .*: must name linear_attention or full_attention"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types = .*: must name .* for each of 4 layers"),
+    ({"layer_types": "full_attention"}, "layer_types = full_attention: must name"),
+    ({"layer_types": []}, "layer_types = .*: must name"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types = .*: leaves no full attention in 4 layers"),
     ({"full_attention_interval": 5}, "full_attention_interval = 5: leaves no full attention in 4 layers"),
     ({"full_attention_interval": 0}, "full_attention_interval = 0: must be a positive integer"),
     ({"linear_num_value_heads": 6}, "linear_num_value_heads = 6: must be a multiple of linear_num_key_heads .4."),

@@ -311,6 +311,13 @@ MISTAKES = [
     refuse("rollout.tp = 2: with precision.reduction = 'tree' must be a power of two that divides self_attn.o_proj (width 128) into",
            layouts.ranks_hold_whole_subtrees, "train plan", "--rollout.tp=2", "--precision.mode=bf16",
            model={"num_attention_heads": 2, "head_dim": 64}),
+    refuse("rollout.tp = 2: with precision.reduction = 'tree' must be a power of two that divides linear_attn.out_proj (width 384) into "
+           "multiples of 128; use another size, or precision.reduction = 'fast'",
+           layouts.ranks_hold_whole_subtrees, "train plan", "--rollout.tp=2", HIGH,
+           model=ARCHITECTURES["qwen3_5_text"] | {"linear_num_value_heads": 4, "linear_value_head_dim": 96}),
+    refuse("model.layers.0.linear_attn.in_proj_qkvz.weight = '192 rows': of a layer that SGLang merges with others in it: each of 1 engine",
+           layouts.engine_can_shard_the_model, "train eval plan",
+           model=ARCHITECTURES["qwen3_5_text"] | {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_value_head_dim": 128}),
     refuse("rollout.tp / rollout.ep = 2: with precision.reduction = 'tree' must be a power of two that divides mlp.experts.*.down_proj",
            layouts.ranks_hold_whole_subtrees, "train plan", EXPERTS, "--rollout.tp=2", "--precision.mode=bf16",
            scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192})),

@@ -53,6 +53,24 @@ def test_other_numbers_of_a_head_stay_and_the_gradient_turns_back():
     assert torch.allclose(y.norm(), x.norm()) and torch.allclose(rotation.rotate(x.grad), gradient, atol=1e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_gradient_of_a_partial_rotation_is_that_of_float64(interleaved):
+    rotation, x = make_rotation(4, interleaved), torch.randn(9, 2, 24)
+    dy, place = torch.randn(9, 2, 24), torch.arange(8).view(4, 2) if interleaved else torch.arange(8).view(2, 4).t()
+
+    def rotate_plainly(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = (table[POSITIONS].double().unsqueeze(1) for table in (rotation.cos, rotation.sin))
+        a, b = x[..., place[:, 0]], x[..., place[:, 1]]
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+        return torch.cat([rotated[..., place.flatten().argsort()], x[..., 8:]], -1)
+
+    gradients = []
+    for function, dtype in ((rotation.rotate, torch.float32), (rotate_plainly, torch.float64)):
+        leaf = x.to(dtype).requires_grad_()
+        gradients.append(torch.autograd.grad(function(leaf), leaf, dy.to(dtype))[0])
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
+
+
 @in_interpreter
 def test_the_kernels_results_are_the_references():
     """Up to the last bit: the interpreter has no fused multiply-add and truncates to BF16."""

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.reference import attend
 from megatron_rl.kernels.gates.reference import gate
-from rollout_sglang.hooks import gated_delta
+from rollout_sglang.hooks import gated_delta, startup
 
 HEADS = DeltaHeads(2, 6, 8, 4)
 SIZES = HEADS.k, HEADS.v, HEADS.k_dim, HEADS.v_dim
@@ -34,6 +34,26 @@ def test_both_orders_of_projected_rows_give_the_same_parts():
     grouped = gated_delta.split_grouped(torch.cat(rows, 1), torch.cat(gates, 1), *SIZES)
     for parts in (gated_delta.split_contiguous(*by_kind, *SIZES), grouped):
         assert all(torch.equal(part, other) for part, other in zip(parts, wanted, strict=True))
+
+
+def test_an_engine_has_layers_in_the_order_of_the_config():
+    class Config:
+        layers_block_type = property(lambda self: [self.full_attention_interval])  # SGLang's, which counts
+
+        def __init__(self, full_attention_interval=4, layer_types=None):
+            self.full_attention_interval = full_attention_interval
+
+    def make(**fields):
+        config = object.__new__(type("Child", (Config,), {}))
+        startup.keep_layer_types(Config.__init__, config, **fields)
+        return config
+
+    assert make().layers_block_type == [4]
+    for types in (["full_attention", "linear_attention", "linear_attention"], ["linear_attention", "full_attention", "full_attention"]):
+        config = make(layer_types=types)
+        assert config.layers_block_type == [name.replace("full_", "") for name in types]
+        assert config.full_attention_interval == 1 + types.index("full_attention")
+    assert make(full_attention_interval=3).layers_block_type == [3], "a config without layer_types, after one with them"
 
 
 class Engine:
