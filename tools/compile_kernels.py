@@ -107,8 +107,8 @@ def launch_all() -> None:
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
         query, key = heads_triton.rotate_heads(mixed, layout, norms)
         heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
-    heads, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
-    norm_triton.differentiate(heads, *norm_triton.normalize(heads, None, scale, 1e-6)[:2], scale, None)
+    slices, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
+    norm_triton.differentiate(slices, *norm_triton.normalize(slices, None, scale, 1e-6)[:2], scale, None)
     for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1
         for dtype, block in ((torch.float8_e4m3fn, 128), (torch.bfloat16, 0), (torch.float32, 0)):
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)

@@ -48,7 +48,8 @@ def differentiate_tokens(
     of the weight, float32 [programs, TAPS, channels]. It reads each token once, and TAPS - 1 tokens before and behind its own."""
     first, column = tl.program_id(0).to(tl.int64) * TOKENS, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    taps, sums, x, open_sums = (), (), (), ()  # by tap; of the last TAPS - 1 tokens, the oldest first: inputs, and unfinished gradients
+    taps, sums = tl.tuple(()), tl.tuple(())  # of the weight, and of its gradient
+    x, open_sums = tl.tuple(()), tl.tuple(())  # of the last TAPS - 1 tokens, the oldest first: inputs, and unfinished gradients
     for tap in tl.static_range(TAPS):
         taps += (tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32),)
         sums += (tl.zeros([COLUMNS], tl.float32),)
@@ -68,7 +69,7 @@ def differentiate_tokens(
         share = _sigmoid(total)
         of_total = dy * (share * (1.0 + total * (1.0 - share)))
         open_sums += (tl.zeros([COLUMNS], tl.float32),)
-        added, closed = (), ()
+        added, closed = tl.tuple(()), tl.tuple(())
         for tap in tl.static_range(TAPS):  # this token read the token TAPS - 1 - tap before it, if that is of its sequence
             reads = offset >= TAPS - 1 - tap
             added += (sums[tap] + tl.where(reads & (token < first + TOKENS), of_total * x[tap], 0.0),)

@@ -64,5 +64,6 @@ def differentiate_sum(ctx: Any, of_total: torch.Tensor | None, gradient: torch.T
     weight), for those of the sum and of its norm."""
     if gradient is None:
         return of_total, of_total if ctx.needs_input_grad[1] else None, None
-    dx, dw = differentiate(gradient, *ctx.saved_tensors, of_total)
+    total, statistic, weight = ctx.saved_tensors
+    dx, dw = differentiate(gradient, total, statistic, weight, of_total)
     return dx, dx if ctx.needs_input_grad[1] else None, dw if ctx.needs_input_grad[2] else None
