@@ -77,7 +77,7 @@ def keep_layer_types(original: Callable[..., None], self: Any, *args: Any, **nam
         return
     self.megatron_rl_kinds = [_LAYER_KINDS[each] for each in types]
     self.full_attention_interval = 1 + types.index("full_attention")  # code for NPUs looks for the first one
-    owner = next(each for each in type(self).__mro__ if "layers_block_type" in vars(each))
+    owner: Any = next(each for each in type(self).__mro__ if "layers_block_type" in vars(each))
     by_interval = owner.layers_block_type
     if not hasattr(owner, "megatron_rl_kinds"):
         owner.megatron_rl_kinds = None
