@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,6 @@ PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 _CONVOLUTION = "conv1d.weight"
 _EXPERT_BIASES = ("w13_weight_bias", "w2_weight_bias")
-_released: dict[torch.UntypedStorage, int] = {}  # released storages and their sizes in bytes
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.5
 
 
@@ -110,7 +110,7 @@ class RankHandler:
             case "release":
                 release_cache(runner.token_to_kv_pool)
             case "resume":
-                restore_cache()
+                pass  # see `release_cache`
             case verb if verb in activation_recorder.VERBS:
                 return self._recording.answer(request, rank, runner)
             case "connect" | "disconnect":
@@ -245,28 +245,32 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
 
 
 def release_cache(pool: Any) -> None:
-    """Free the memory of SGLang's KV cache `pool`, and of recurrent states, on a CPU, where SGLang's own way does not work. The tensor
-    objects stay, with resized storages. Weights are kept, because torch cannot resize their memory. Raise ValueError for an unknown kind of
-    cache."""
+    """Free the memory of SGLang's KV cache `pool`, and of recurrent states, on a CPU, where SGLang's own way does not work. The system
+    allocates a page again, zeroed, when it is used: attention multiplies masked values by 0, and NaN would stay NaN. Weights are kept. Raise
+    ValueError for an unknown kind of cache."""
     attention = e4m3_cache.get_attention_pool(pool)
     tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(attention, name, None) or ()]
     if not tensors:
         raise ValueError(f"the KV cache {type(attention).__name__} has none of {', '.join(_KV_BUFFERS)}")
     if attention is not pool:
         tensors += [*pool.mamba_pool.mamba_cache.conv, pool.mamba_pool.mamba_cache.temporal]
-    for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.nbytes():  # not yet released: keys and values may share one storage
-            _released[storage] = storage.nbytes()
-            storage.resize_(0)
+    for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values():  # some share one
+        _discard(torch.empty(0, dtype=torch.uint8).set_(storage))
     ctypes.CDLL(None).malloc_trim(0)  # the engine's glibc keeps freed pages otherwise (`launch_args`)
 
 
-def restore_cache() -> None:
-    """Allocate the released memory again, zeroed: attention multiplies masked values by 0, and NaN would stay NaN."""
-    while _released:
-        storage, size = _released.popitem()
-        storage.resize_(size)
-        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+def _discard(memory: torch.Tensor) -> None:
+    """Set `memory`, uint8 `[bytes]`, to 0 by giving its whole pages back to the system. Raise OSError if the system refuses."""
+    start = memory.data_ptr()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE - start, (start + len(memory)) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if first >= last:
+        memory.zero_()
+        return
+    memory[:first].zero_()
+    memory[last:].zero_()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start + first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise refuses to free the KV cache")
 
 
 class RankRequests:

@@ -25,12 +25,17 @@ class LengthGroup:
     valid: torch.Tensor  # bool `[b, s]`: False beyond the end of a sequence
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[t, h, d]` to `[b, h, s, d]`."""
-        return x[self.positions].transpose(1, 2)
+        """Map `[t, h, d]` to contiguous `[b, h, s, d]`. Each row of a head is copied once; products would copy a transposed tensor."""
+        heads, (batch, width) = x.shape[1], self.positions.shape
+        rows = (self.positions * heads)[:, None] + torch.arange(heads)[:, None]
+        return x.reshape(-1, x.shape[2]).index_select(0, rows.flatten()).view(batch, heads, width, -1)
 
     def scatter(self, x: torch.Tensor, into: torch.Tensor) -> None:
         """Write `[b, h, s, d]` to the positions of the sequences in `[t, h, d]`."""
-        into[self.positions[self.valid]] = x.transpose(1, 2)[self.valid]
+        batch, heads, width, _ = x.shape
+        rows = torch.arange(batch * heads * width).view(batch, heads, width).transpose(1, 2)[self.valid]
+        values = x.reshape(-1, x.shape[3]).index_select(0, rows.flatten())
+        into.index_copy_(0, self.positions[self.valid], values.view(-1, *x.shape[1::2]))
 
 
 def group_by_length(lengths: list[int]) -> list[LengthGroup]:

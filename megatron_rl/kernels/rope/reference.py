@@ -2,9 +2,10 @@
 
     out_a = a cos - b sin        out_b = a sin + b cos
 
-for pairs (a, b) of numbers that are half a head apart, or adjacent if `interleaved`. Rounding matches SGLang's GPU kernel (`rope.cuh`): cos
-and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. Megatron's own rotation rounds cos, sin and both products to BF16,
-as CPU engines do, and reads the length of every sequence from the device; `mcore` uses it on a CPU.
+for pairs (a, b) of numbers that are half a head apart, or adjacent if `interleaved`. Rounding of `Rotation` matches SGLang's GPU kernel
+(`rope.cuh`): cos and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. `RoundedRotation`, for CPUs, rounds cos, sin and
+both products to the dtype of the row, as CPU engines and Megatron do. Megatron's own reads the length of every sequence from the device, and
+computes cos and sin again for queries and keys of each layer.
 """
 
 from typing import Any, NamedTuple, Self
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megatron_rl.kernels import with_kernel
+from megatron_rl.kernels.batch_invariant import apply_elementwise
 
 
 def rotates_rows(x: torch.Tensor) -> bool:
-    """Return whether this module rotates packed rows on the device of x, instead of Megatron."""
+    """Return whether packed rows are rotated by `Rotation` on the device of x."""
     return x.is_cuda
 
 
@@ -36,16 +38,53 @@ class Rotation(NamedTuple):
         """Return x `[t, heads, d]` with the first two numbers per angle of each head rotated, with gradient."""
         return _Rotate.apply(x, self)
 
+    def turn(self, x: torch.Tensor, sign: float) -> torch.Tensor:
+        """Return x rotated by `sign` times the angles, without gradient."""
+        return rotate(x, self, sign)
+
+
+class RoundedRotation(NamedTuple):
+    """The rotation of the tokens of a row on a CPU, the same for all layers."""
+
+    cos: torch.Tensor  # `[t, 1, pairs]` in the dtype of the row, like `sin`
+    sin: torch.Tensor
+    interleaved: bool
+
+    @classmethod
+    def from_angles(
+        cls, angles: torch.Tensor, positions: torch.Tensor, interleaved: bool, scale: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """See `Rotation.from_angles`. `dtype` is that of the row."""
+        tables = ((apply_elementwise(function, angles) * scale).to(dtype) for function in (torch.cos, torch.sin))
+        return cls(*(table[positions].unsqueeze(1) for table in tables), interleaved)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Rotation.rotate`."""
+        return _Rotate.apply(x, self)
+
+    def turn(self, x: torch.Tensor, sign: float) -> torch.Tensor:
+        """See `Rotation.turn`."""
+        first, second = _split_pairs(self.cos.shape[-1], self.interleaved)
+        a, b, sin, result = x[..., first], x[..., second], self.sin * sign, x.clone(memory_format=torch.contiguous_format)
+        torch.sub(a * self.cos, b * sin, out=result[..., first])
+        torch.add(b * self.cos, a * sin, out=result[..., second])
+        return result
+
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, rotation: Rotation | RoundedRotation) -> torch.Tensor:
         ctx.rotation = rotation
-        return rotate(x, rotation, 1.0)
+        return rotation.turn(x, 1.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return rotate(gradient, ctx.rotation, -1.0), None
+        return ctx.rotation.turn(gradient, -1.0), None
+
+
+def _split_pairs(pairs: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return the columns of the first and of the second numbers of `pairs` pairs."""
+    return (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(0, pairs), slice(pairs, 2 * pairs))
 
 
 @with_kernel
@@ -53,9 +92,7 @@ def rotate(x: torch.Tensor, rotation: Rotation, sign: float) -> torch.Tensor:
     """Return x rotated by `sign` times the angles, without gradient. float64 holds the product of two float32 exactly, like a fused
     multiply-add."""
     cos, sin = (table[rotation.positions].unsqueeze(1) for table in (rotation.cos, rotation.sin * sign))
-    pairs = cos.shape[-1]
-    first = slice(0, 2 * pairs, 2) if rotation.interleaved else slice(0, pairs)
-    second = slice(1, 2 * pairs, 2) if rotation.interleaved else slice(pairs, 2 * pairs)
+    first, second = _split_pairs(cos.shape[-1], rotation.interleaved)
     a, b, result = x[..., first].float(), x[..., second].float(), x.clone(memory_format=torch.contiguous_format)
     result[..., first] = _fuse(a, cos, -(b * sin)).to(x.dtype)
     result[..., second] = _fuse(a, sin, b * cos).to(x.dtype)

@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_rl.kernels.attention import reference as packed_attention
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.kernels.rope.reference import Rotation
+from megatron_rl.kernels.rope.reference import Rotation, RoundedRotation
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 
@@ -21,14 +21,17 @@ class PackedRowParams(PackedSeqParams):
     groups: list[packed_attention.LengthGroup] = field(default_factory=list)  # sequences that attend in one batch; on a CPU only
     shard: ContextShard | None = None  # this context-parallel rank's positions of the row
     positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
-    rotation: Rotation | None = None  # rotation of queries and keys, created by the first layer that needs it
+    rotation: Rotation | RoundedRotation | None = None  # rotation of queries and keys, created by the first layer that needs it
     angles: torch.Tensor | None = None  # the same for Megatron's rotation
 
-    def make_rotation(self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Rotation:
-        """Return the row's rotation by `angles`, float32 [positions, pairs]."""
+    def make_rotation(
+        self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> Rotation | RoundedRotation:
+        """Return the row's rotation by `angles`, float32 [positions, pairs]; a `RoundedRotation` if `rounded_to` is given."""
         if self.rotation is None:
             assert self.positions is not None
-            self.rotation = Rotation.from_angles(angles, self.positions, interleaved, scale)
+            given = angles, self.positions, interleaved, scale
+            self.rotation = Rotation.from_angles(*given) if rounded_to is None else RoundedRotation.from_angles(*given, rounded_to)
         return self.rotation
 
     def spread_angles(self, angles: torch.Tensor) -> torch.Tensor:

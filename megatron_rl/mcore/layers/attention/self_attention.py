@@ -32,18 +32,16 @@ from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 class PackedSelfAttention(SelfAttention):
     """Self attention for packed rows, on any device."""
 
-    _rotation = PerMicroBatch()  # rotation of the current forward pass, if this class rotates instead of Megatron
+    _rotation = PerMicroBatch()  # rotation of the current forward pass
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Return the output of Megatron's layer. On a GPU, packed rows are rotated here."""
+        """Return the output of Megatron's layer. Packed rows are rotated here."""
         row, repeated = options["packed_seq_params"], options["rotary_pos_emb"]
-        if not rope.rotates_rows(hidden_states):
-            options["rotary_pos_emb"] = row.spread_angles(repeated)
-        else:
-            angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
-            once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
-            self._rotation = row.make_rotation(once, interleaved, self._yarn_concentration_factor)
-            options["rotary_pos_emb"] = None
+        angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
+        once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
+        rounded_to = None if rope.rotates_rows(hidden_states) else self.config.params_dtype
+        self._rotation = row.make_rotation(once, interleaved, self._yarn_concentration_factor, rounded_to)
+        options["rotary_pos_emb"] = None
         try:
             return super().forward(hidden_states, attention_mask, *args, **options)
         finally:
@@ -77,12 +75,12 @@ class PackedSelfAttention(SelfAttention):
     def _is_gated(self) -> bool:
         return self.config.attention_output_gate
 
-    def _fuses(self, rotation: rope.Rotation) -> bool:
+    def _fuses(self, rotation: rope.Rotation | rope.RoundedRotation) -> bool:
         """Return whether one kernel can produce queries and keys, which requires that no hook observes the norms. The kernel knows no
         gates."""
         norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, RMSNorm)]
-        fits = can_rotate(rotation, self.hidden_size_per_attention_head) and not self._is_gated
-        return fits and not any(norm._forward_hooks for norm in norms)
+        whole = isinstance(rotation, rope.Rotation) and can_rotate(rotation, self.hidden_size_per_attention_head)
+        return whole and not self._is_gated and not any(norm._forward_hooks for norm in norms)
 
     def _split(self, mixed: torch.Tensor, rotation: rope.Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""

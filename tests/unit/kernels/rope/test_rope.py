@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.kernels.rope import reference
-from megatron_rl.kernels.rope.reference import Rotation
+from megatron_rl.kernels.rope.reference import Rotation, RoundedRotation
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.platform import stub_modules
 
@@ -42,6 +42,20 @@ def test_it_is_megatrons_rotation_rounded_once(interleaved, pairs, width, scale)
     once, thrice = rotation.rotate(low), by_megatron(low, pairs, interleaved, scale)
     assert ((once.float() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all(), "half a unit in the last place"
     assert ((thrice.float() - exact).abs() > exact.abs() * 2**-7 + 1e-6).any(), "Megatron rounds more often, as engines on a CPU do"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairs, scale", [(16, 1.0), (8, 1.3)])
+def test_the_rotation_of_a_cpu_has_megatrons_bits_and_those_of_its_gradient(pairs, scale, dtype, interleaved):
+    angles = torch.outer(torch.arange(9.0), 1 / 10000 ** (torch.arange(pairs) / pairs))
+    rotation = RoundedRotation.from_angles(angles, POSITIONS, interleaved, scale, dtype)
+    x, gradient = (torch.randn(9, 3, 32, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
+    (own, of_own), (wanted, of_wanted) = (
+        (y := rotate(leaf := x.clone().requires_grad_()), torch.autograd.grad(y, leaf, gradient)[0])
+        for rotate in (rotation.rotate, lambda x: by_megatron(x, pairs, interleaved, scale))
+    )
+    assert torch.equal(own, wanted) and torch.equal(of_own, of_wanted)
 
 
 def test_other_numbers_of_a_head_stay_and_the_gradient_turns_back():
