@@ -5,6 +5,7 @@ Versions are read from package metadata. Only torch is imported, for its CUDA ve
 
 import contextlib
 import functools
+import importlib.util
 import os
 import platform
 import shutil
@@ -94,7 +95,7 @@ def inspect_packages() -> list[DiagnosisRow]:
         ("triton", "SGLang's GPU kernels", ("triton",)),
     ):
         rows.append(DiagnosisRow(name, next(filter(None, map(find_version, names)), "not installed"), "", f"GPU only: {use}"))
-    return rows
+    return [*rows, inspect_apex()]
 
 
 def describe_jobs() -> list[DiagnosisRow]:
@@ -139,6 +140,18 @@ def inspect_package(name: str) -> DiagnosisRow:
     if version != TESTED.get(name, version):
         return DiagnosisRow(name, shown, "warn", f"tested with {TESTED[name]}: {find_install_command()}")
     return DiagnosisRow(name, shown, "ok")
+
+
+def inspect_apex() -> DiagnosisRow:
+    """Return the row of NVIDIA's apex. The package `apex` on PyPI is an unrelated web toolkit."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return DiagnosisRow("apex", "not installed", "", "GPU only: fused weight gradients; not the package `apex` on PyPI")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    if any((folder / part).is_dir() for folder in folders for part in ("optimizers", "normalization")):
+        return DiagnosisRow("apex", f"NVIDIA's, {find_version('apex') or 'version unknown'}", "ok")
+    advice = "pip uninstall apex, then build NVIDIA's from github.com/NVIDIA/apex"
+    return DiagnosisRow("apex", "PyPI's web toolkit, not NVIDIA's", "warn", advice)
 
 
 def find_memory_gib() -> float:

@@ -1,6 +1,7 @@
 """Doctor reports what is installed, untested versions, and problems of a GPU installation, and fails if the CPU tier cannot run."""
 
 import re
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_this_machine_is_described_and_a_missing_package_is_an_error(monkeypatch
     console = Console(record=True, width=160)
     doctor.print_diagnosis(console)  # raises nothing, because these tests run in the CPU tier
     text = console.export_text()
-    for name in (*doctor.NEEDED_PACKAGES, "Python", "cores", "memory", "GPU", "transformer-engine", "trainer's FP8 linears"):
+    for name in (*doctor.NEEDED_PACKAGES, "Python", "cores", "memory", "GPU", "transformer-engine", "apex", "trainer's FP8 linears"):
         assert f"│ {name} " in text
     assert "The CPU tier can run" in text
     real = doctor.find_version
@@ -64,6 +65,15 @@ def test_another_version_is_a_warning(monkeypatch, package, version, cuda, shown
     monkeypatch.setattr(doctor, "find_cuda_build", lambda: cuda)
     row = doctor.inspect_package(package)
     assert (row.name, row.found, row.status, row.advice.partition(",")[0]) == (package, shown, status, advice)
+
+
+def test_apex_and_its_namesake_are_distinguished(monkeypatch, tmp_path):
+    spec = ModuleSpec("apex", None, is_package=True)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    for part, status, start in (("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")):
+        (tmp_path / status / part).mkdir(parents=True)
+        spec.submodule_search_locations = [str(tmp_path / status)]
+        assert doctor.inspect_apex().status == status and doctor.inspect_apex().found.startswith(start)
 
 
 def test_jobs_and_pitfalls_follow_the_machine(monkeypatch):
