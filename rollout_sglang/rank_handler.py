@@ -246,8 +246,8 @@ def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
 
 def release_cache(pool: Any) -> None:
     """Free the memory of SGLang's KV cache `pool`, and of recurrent states, on a CPU, where SGLang's own way does not work. The system
-    allocates a page again, zeroed, when it is used: attention multiplies masked values by 0, and NaN would stay NaN. Weights are kept. Raise
-    ValueError for an unknown kind of cache."""
+    allocates a page again, zeroed, when it is used: attention multiplies masked values by 0, and NaN would stay NaN. Weights are kept.
+    Raise ValueError for an unknown kind of cache."""
     attention = e4m3_cache.get_attention_pool(pool)
     tensors = [tensor for name in _KV_BUFFERS for tensor in getattr(attention, name, None) or ()]
     if not tensors:

@@ -3,9 +3,9 @@
     out_a = a cos - b sin        out_b = a sin + b cos
 
 for pairs (a, b) of numbers that are half a head apart, or adjacent if `interleaved`. Rounding of `Rotation` matches SGLang's GPU kernel
-(`rope.cuh`): cos and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. `RoundedRotation`, for CPUs, rounds cos, sin and
-both products to the dtype of the row, as CPU engines and Megatron do. Megatron's own reads the length of every sequence from the device, and
-computes cos and sin again for queries and keys of each layer.
+(`rope.cuh`): cos and sin in FP32, FP32 arithmetic with a fused multiply-add, one rounding. `RoundedRotation`, for CPUs, rounds cos, sin
+and both products to the dtype of the row, as CPU engines and Megatron do. Megatron's own reads the length of every sequence from the
+device, and computes cos and sin again for queries and keys of each layer.
 """
 
 from typing import Any, NamedTuple, Self
@@ -56,7 +56,8 @@ class RoundedRotation(NamedTuple):
     ) -> Self:
         """See `Rotation.from_angles`. `dtype` is that of the row."""
         tables = ((apply_elementwise(function, angles) * scale).to(dtype) for function in (torch.cos, torch.sin))
-        return cls(*(table[positions].unsqueeze(1) for table in tables), interleaved)
+        cos, sin = (table[positions].unsqueeze(1) for table in tables)
+        return cls(cos, sin, interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """See `Rotation.rotate`."""
