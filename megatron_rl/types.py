@@ -91,6 +91,8 @@ class Generation:
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # if recorded
     cached_tokens: int = 0  # number of prompt tokens from the prefix cache
+    text: str | None = None
+    """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, or None if the engine decodes no texts."""
 
 
 @dataclass

@@ -4,8 +4,10 @@ token, which the client reads without touching a token.
 A client that accepts `MEDIA_TYPE` gets one MessagePack list of `Answer`, checked against their types when it is read. All other clients
 get SGLang's JSON."""
 
+import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -15,13 +17,14 @@ from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.types import Generation, KeptTokens
+from rollout_sglang.texts import TextReader, make_text_reader
 
 ABORTED = "abort"  # finish of a completion that the engine has dropped: its tokens are those until then
 MEDIA_TYPE = "application/vnd.megatron-rl.answers"
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """One completion as the engine sampled it. Arrays are little-endian bytes, in memory of their own that may be written."""
 
     finish: str  # SGLang's type of the finish reason: "stop", "length", or `ABORTED`
@@ -35,6 +38,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_logprobs: bytearray | None = None  # float32 [T]: normalized over the kept tokens
     experts: bytearray | None = None  # [prompt and output tokens but the last, layers, k], of `experts_dtype`
     experts_dtype: Literal["|u1", "<u2", "<i4"] = "<i4"  # the narrowest that holds all of them
+    text: str | None = None  # if the client asked for it (`rollout_sglang.texts`)
 
 
 _ANSWERS = msgspec.msgpack.Decoder(list[Answer])
@@ -47,16 +51,23 @@ async def answer_in_columns(original: Callable[..., Awaitable[Any]], request_of_
     from sglang.srt.entrypoints import http_server
     from starlette.responses import Response
 
+    manager = http_server._global_state.tokenizer_manager
+    read_text = make_text_reader(request.headers, request_of_client.sampling_params, Path(manager.server_args.model_path))
     try:
-        answers = await http_server._global_state.tokenizer_manager.generate_request(request_of_client, request).__anext__()
+        answers = await manager.generate_request(request_of_client, request).__anext__()
     except ValueError as error:
         return http_server._create_error_response(error)
-    return Response(pack_answers(answers), media_type=MEDIA_TYPE)
+    content = await asyncio.to_thread(pack_answers, answers, read_text)  # other requests go on meanwhile
+    return Response(content, media_type=MEDIA_TYPE)
 
 
-def pack_answers(answers: Sequence[dict[str, Any]]) -> bytes:
-    """Return SGLang's answers to a request of several prompts in columns."""
-    return msgspec.msgpack.encode([_pack(answer["meta_info"]) for answer in answers])
+def pack_answers(answers: Sequence[dict[str, Any]], read_text: TextReader | None = None) -> bytes:
+    """Return SGLang's answers to a request of several prompts in columns, with texts if `read_text` is given."""
+    packed = [_pack(answer["meta_info"]) for answer in answers]
+    if read_text is not None:
+        for number, answer in enumerate(packed):
+            answer.text = read_text(number, np.frombuffer(answer.ids, IDS))
+    return msgspec.msgpack.encode(packed)
 
 
 def read_answers(content: bytes) -> list[Answer]:
@@ -115,7 +126,9 @@ def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
         if sum(lengths) != len(ids_T):
             raise RunError(f"the engine reports the policy versions of {sum(lengths)} tokens for a completion of {len(ids_T)} tokens")
         versions_T = np.repeat(np.array([int(version) for version, _, _ in answer.spans], np.int32), lengths)
-    return Generation(ids_T, logprobs_T, answer.finish, int(answer.version), versions_T, cached_tokens=answer.cached_tokens)
+    return Generation(
+        ids_T, logprobs_T, answer.finish, int(answer.version), versions_T, cached_tokens=answer.cached_tokens, text=answer.text
+    )
 
 
 def read_kept_tokens(answer: Answer, generation: Generation) -> None:
