@@ -103,7 +103,10 @@ class MultiTurnSampler:
             completion = dialogue.completion
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
             completion.text = generation.text if generation.text is not None else self._decode(dialogue, generation.output_ids_T)
-            self._append_tokens(dialogue, completion.text, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
+            if generation.remote is not None:
+                completion.remote = replace(generation.remote, trained_at=dialogue.version if dialogue.staleness else None)
+            else:
+                self._append_tokens(dialogue, completion.text, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
             completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
             completion.prompt_tokens += len(prompt)

@@ -17,7 +17,7 @@ from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
-from megatron_rl.types import Completion, Problem
+from megatron_rl.types import Completion, Problem, RemoteColumns
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -62,12 +62,13 @@ class RolloutWorker:
         held_out: list[Problem],
         rewards: Scorer,
         notify: Callable[[str], None] = print,
+        find_columns: Callable[[Sequence[RemoteColumns]], set[str]] | None = None,
     ) -> None:
-        """`notify` receives warnings."""
+        """`notify` receives warnings. `find_columns`: see `Engine.find_columns`; given if columns may stay at the engines."""
         self._config, self._stream, self._held_out = config, stream, held_out
         self._constant_rewards = ConstantRewards(config, notify)
         self._drawing = threading.Lock()
-        self._groups = GroupSampler(config, sampler, rewards)
+        self._groups, self._find_columns = GroupSampler(config, sampler, rewards), find_columns
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
@@ -123,6 +124,8 @@ class RolloutWorker:
         problems_P, ended = [*draw.rounds[number].values()], draw.ended.setdefault(number, {})
         wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
         sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
+        if self._find_columns is not None:
+            sampling = replace(sampling, columns="remote")
         job = GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
         rollout = RolloutBatch(*self._groups.sample(problems_P, job, ended))
         if wanted < len(problems_P):
@@ -145,6 +148,19 @@ class RolloutWorker:
             draw.rounds[0] = kept
         return len(aborted)
 
+    def find_lost(self, completions: Sequence[Completion]) -> set[str]:
+        """Return the handles of columns that no engine keeps any more."""
+        remotes = [completion.remote for completion in completions if completion.remote is not None]
+        return {remote.handle for remote in remotes} - (self._find_columns(remotes) if self._find_columns and remotes else set())
+
+    def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
+        """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""
+        lost = self.find_lost(rollout.completions_B)
+        for ended in draw.ended.values():
+            for number in [number for number, group in ended.items() if any(each.remote and each.remote.handle in lost for each in group)]:
+                del ended[number]
+        return bool(lost)
+
     def observe(self, rollout: RolloutBatch, version: int) -> dict[str, float]:
         """Report the pass rates of a step's groups to the problem stream. Return metrics of the problems that the stream leaves out. Warn
         about rewards without a signal in the first steps."""
@@ -160,7 +176,8 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
-        job = GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling(), len(self._held_out))
+        sampling = replace(self._config.to_eval_sampling(), columns="here" if self._find_columns is None else "none")
+        job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
             rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
         check_verdicts([completion.reward for completion in rollout.completions_B], self._config.reward)
@@ -233,6 +250,9 @@ class AsyncRolloutWorker:
         assert step.draw.version == version, f"the groups for version {step.draw.version} are next, not those for {version}"
         try:
             rollout = step.rollout.result()
+            while self._worker.forget_lost(step.draw, rollout):  # with an engine that was lost
+                self._start(step)
+                rollout = step.rollout.result()
         except EngineLostError:
             wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise
@@ -245,7 +265,8 @@ class AsyncRolloutWorker:
         for step in self._pending:
             groups = [group for by_number in list(step.draw.ended.values()) for group in list(by_number.values())]  # other threads add some
             for group in reversed(groups):
-                yield from ((step.draw.version, member) for member in group)
+                if not any(member.remote for member in group) or not self._worker.find_lost(group):
+                    yield from ((step.draw.version, member) for member in group)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream after the last collected groups."""

@@ -49,7 +49,7 @@ def make(monkeypatch, groups: list[list[Completion]], bound: float = 0.0, ahead:
     algorithm = {"correction": "tis"}
     config = Config.model_validate({"model": {"path": "m"}, "placement": placement, "algorithm": algorithm}, strict=False)
     sync: Any = SimpleNamespace(ask_canary=ask_canary, run_with_recovery=lambda version, work: work())
-    monkeypatch.setattr(newest_tokens, "share_out", list)
+    monkeypatch.setattr(newest_tokens, "share_out", lambda samples, fetch: list(samples))
     monkeypatch.setattr(newest_tokens.reduce, "combine", lambda totals: totals)
     actor: Any = SimpleNamespace(compute_logprobs=compute_logprobs)
     exact = MismatchBound(SyncConfig(max_mismatch=bound), True, print)
