@@ -46,11 +46,10 @@ class ColumnStore:
                 del self._answers[old]
             if handle:
                 self._answers[handle] = answer
-        logprobs_T = np.frombuffer(answer.logprobs if answer.kept_logprobs is None else answer.kept_logprobs, LOGPROBS)
+        logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
         remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
-        return Answer(
-            answer.finish, answer.version, answer.spans, answer.cached_tokens, bytearray(), bytearray(), text=answer.text, remains=remains
-        )
+        about = answer.finish, answer.version, answer.spans, answer.cached_tokens
+        return Answer(*about, bytearray(), bytearray(), text=answer.text, remains=remains)
 
     def get(self, handles: Sequence[str]) -> list[Answer | None]:
         """Return the kept answers, or None for those that were dropped."""
@@ -95,8 +94,8 @@ def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
 def fetch_columns(
     columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], records_kept: bool, routing: RoutingShape | None, timeout: float
 ) -> list[Generation]:
-    """Return completions whose columns engines keep, with the columns. Raise RunError if an engine does not answer within `timeout` seconds,
-    has lost a completion, or gives another one."""
+    """Return completions with the columns that engines keep. Raise RunError if an engine does not answer within `timeout` seconds, has lost
+    a completion, or gives another one."""
     by_server: dict[tuple[str, str], list[int]] = {}
     for number, columns in enumerate(columns_B):
         by_server.setdefault((columns.url, columns.key), []).append(number)
@@ -110,9 +109,7 @@ def fetch_columns(
     for (url, _), numbers, answers in zip(by_server.keys(), by_server.values(), found, strict=True):
         for number, answer in zip(numbers, answers, strict=True):
             if answer is None or compute_digest(answer) != columns_B[number].digest:
-                what = (
-                    "no longer has the tokens of a completion" if answer is None else "gives other tokens of a completion than it sampled"
-                )
+                what = "no longer has the tokens of a completion" if answer is None else "has other tokens of a completion than it told"
                 raise RunError(f"the engine at {url} {what}; checkpoint.resume=auto continues from the last checkpoint")
             generations[number] = read_generation(answer, prompt_tokens_B[number], routing, records_kept, True)
     return [generations[number] for number in range(len(columns_B))]
