@@ -79,8 +79,9 @@ class KeptTokens:
     ids: np.ndarray  # int32 [sum of counts]: ids of kept tokens, concatenated
 
 
-ColumnPlace = Literal["here", "remote", "none"]
-"""Where the columns of a completion go, its values per token: with the answer, to a replica that fetches them, or nowhere."""
+ColumnPlace = Literal["here", "but_ids", "remote", "none"]
+"""Where an engine that can keep columns, the values per token of a completion, may leave them: all come with its answer; the token ids do,
+and the engine keeps all columns; the engine keeps all columns; or it drops them."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Generation:
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # if recorded
     cached_tokens: int = 0  # number of prompt tokens from the prefix cache
-    remote: RemoteColumns | None = None  # if set, all arrays are empty or None
+    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except perhaps `output_ids_T`
     text: str | None = None
     """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, or None if the engine decodes no texts."""
 
@@ -149,7 +150,7 @@ class Completion:
     dialogue: list[str] = field(default_factory=list)  # alternating texts of policy and environment; empty without an environment
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # of the sampled tokens, if recorded
-    remote: RemoteColumns | None = None  # if set, all arrays but `prompt_ids_T` are empty or None
+    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except `prompt_ids_T` and perhaps `output_ids_T`
     tool_errors: int = 0  # number of the environment's error messages to the policy
     environment_error: str = ""  # why the environment or agent failed; the sample's score is 0 then
     prompt_tokens: int = 0  # total over all turns; each turn counts all tokens before it
@@ -207,7 +208,7 @@ class SamplingParams:
     top_k: int = -1  # samples from this many of the most probable tokens; -1 disables it
     min_p: float = 0.0  # minimum probability of a token, relative to the most probable token
     record_kept_tokens: bool = False  # whether the engine reports the tokens that remain after these filters
-    columns: ColumnPlace = "here"  # where an engine that can keep columns may leave them
+    columns: ColumnPlace = "here"
 
 
 class RewardFunction(Protocol):

@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
     experts: bytearray | None = None  # [prompt and output tokens but the last, layers, k], of `experts_dtype`
     experts_dtype: Literal["|u1", "<u2", "<i4"] = "<i4"  # the narrowest that holds all of them
     text: str | None = None  # if the client asked for it (`rollout_sglang.texts`)
-    remains: "Remains | None" = None  # instead of all columns
+    remains: "Remains | None" = None  # instead of all columns, except perhaps `ids`
 
 
 class Remains(msgspec.Struct, forbid_unknown_fields=True):
@@ -137,7 +137,7 @@ def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
     if len(versions) > 1 and not mixed_versions:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     ids_T, logprobs_T = np.frombuffer(answer.ids, IDS), _read_logprobs(answer.logprobs)
-    if len(ids_T) != len(logprobs_T):
+    if len(ids_T) != len(logprobs_T) and answer.remains is None:
         raise RunError(f"the engine reports {len(logprobs_T)} log-probs for a completion of {len(ids_T)} tokens")
     versions_T = None
     if len(versions) > 1 and answer.remains is None:

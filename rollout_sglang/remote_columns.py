@@ -37,10 +37,10 @@ class ColumnStore:
         self._answers: dict[str, Answer] = {}  # in order of arrival
 
     def leave(self, answer: Answer, place: ColumnPlace, staleness: int) -> Answer:
-        """Keep the columns of an answer unless `place` is "here" (answer with them) or "none" (drop them). Return what remains."""
+        """Keep the columns of an answer as `place` says. Return what remains."""
         if place == "here" or not answer.version:  # the engine has dropped the completion
             return answer
-        handle = uuid.uuid4().hex if place == "remote" else ""
+        handle = "" if place == "none" else uuid.uuid4().hex
         with self._lock:
             for old in [known for known, kept in self._answers.items() if int(kept.version) + staleness < int(answer.version)]:
                 del self._answers[old]
@@ -49,7 +49,8 @@ class ColumnStore:
         logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
         remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
         about = answer.finish, answer.version, answer.spans, answer.cached_tokens
-        return Answer(*about, bytearray(), bytearray(), text=answer.text, remains=remains)
+        ids = answer.ids if place == "but_ids" else bytearray()
+        return Answer(*about, ids, bytearray(), text=answer.text, remains=remains)
 
     def get(self, handles: Sequence[str]) -> list[Answer | None]:
         """Return the kept answers, or None for those that were dropped."""

@@ -105,6 +105,7 @@ class MultiTurnSampler:
             completion.text = generation.text if generation.text is not None else self._decode(dialogue, generation.output_ids_T)
             if generation.remote is not None:
                 completion.remote = replace(generation.remote, trained_at=dialogue.version if dialogue.staleness else None)
+                completion.output_ids_T = generation.output_ids_T
             else:
                 self._append_tokens(dialogue, completion.text, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)

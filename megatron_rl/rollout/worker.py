@@ -17,7 +17,7 @@ from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
-from megatron_rl.types import Completion, Problem, RemoteColumns
+from megatron_rl.types import ColumnPlace, Completion, Problem, RemoteColumns
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -62,13 +62,14 @@ class RolloutWorker:
         held_out: list[Problem],
         rewards: Scorer,
         notify: Callable[[str], None] = print,
-        find_columns: Callable[[Sequence[RemoteColumns]], set[str]] | None = None,
+        columns: ColumnPlace = "here",
+        find_columns: Callable[[Sequence[RemoteColumns]], set[str]] = lambda columns: set(),
     ) -> None:
-        """`notify` receives warnings. `find_columns`: see `Engine.find_columns`; given if columns may stay at the engines."""
+        """`notify` receives warnings. `columns`: where those of completions go; `find_columns`: see `Engine.find_columns`."""
         self._config, self._stream, self._held_out = config, stream, held_out
         self._constant_rewards = ConstantRewards(config, notify)
         self._drawing = threading.Lock()
-        self._groups, self._find_columns = GroupSampler(config, sampler, rewards), find_columns
+        self._groups, self._columns, self._find_columns = GroupSampler(config, sampler, rewards), columns, find_columns
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
@@ -123,9 +124,7 @@ class RolloutWorker:
         """Sample one round of groups and set their length penalties. Problems of aborted groups are given back to the stream."""
         problems_P, ended = [*draw.rounds[number].values()], draw.ended.setdefault(number, {})
         wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
-        sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
-        if self._find_columns is not None:
-            sampling = replace(sampling, columns="remote")
+        sampling, staleness = replace(self._config.rollout.to_sampling(), columns=self._columns), self._config.placement.max_staleness
         job = GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
         rollout = RolloutBatch(*self._groups.sample(problems_P, job, ended))
         if wanted < len(problems_P):
@@ -151,7 +150,7 @@ class RolloutWorker:
     def find_lost(self, completions: Sequence[Completion]) -> set[str]:
         """Return the handles of columns that no engine keeps any more."""
         remotes = [completion.remote for completion in completions if completion.remote is not None]
-        return {remote.handle for remote in remotes} - (self._find_columns(remotes) if self._find_columns and remotes else set())
+        return {remote.handle for remote in remotes} - self._find_columns(remotes) if remotes else set()
 
     def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
         """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""
@@ -176,7 +175,7 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
-        sampling = replace(self._config.to_eval_sampling(), columns="here" if self._find_columns is None else "none")
+        sampling = replace(self._config.to_eval_sampling(), columns="none" if self._columns == "remote" else self._columns)
         job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
             rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))

@@ -191,7 +191,7 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
     return [
         TrainingSample(
             torch.from_numpy(each.prompt_ids_T),
-            torch.from_numpy(each.output_ids_T),
+            torch.from_numpy(each.output_ids_T if each.remote is None else each.logprobs_T.astype(np.int32)),
             number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,
