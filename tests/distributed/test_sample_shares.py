@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from megatron.core import parallel_state
 from support import training_runs
 from support.models import FP32
@@ -47,7 +46,7 @@ def scatter_remote(samples, layout, broken):
     start(layout)
 
     def fetch(own):
-        assert dist.get_rank() in dist.get_process_group_ranks(parallel_state.get_data_parallel_group()) and dist.get_rank() % 2 == 0
+        assert parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_tensor_model_parallel_rank() == 0
         if any(each.number == broken for each in own):
             raise RunError(f"sample {broken} is lost")
         return [replace(samples[each.number], advantage=each.advantage) for each in own]
