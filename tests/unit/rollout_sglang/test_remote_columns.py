@@ -102,10 +102,8 @@ def test_a_replica_fetches_columns_in_order_from_every_engine(server):
     for found, expected in zip(fetch_columns(columns, [2, 2, 2], True, SHAPE, 60.0), whole, strict=True):
         assert found.remote is None and found.policy_version == 5
         for name in ("output_ids_T", "logprobs_T", "routed_experts_T"):
-            assert (
-                np.array_equal(getattr(found, name), getattr(expected, name))
-                and getattr(found, name).dtype == getattr(expected, name).dtype
-            )
+            one, other = getattr(found, name), getattr(expected, name)
+            assert np.array_equal(one, other) and one.dtype == other.dtype
         assert found.kept_tokens.ids.tolist() == expected.kept_tokens.ids.tolist()
     assert fetch_columns([], [], True, SHAPE, 60.0) == []
 
