@@ -83,7 +83,7 @@ def share_samples(
     Raises:
         RunError: the engine's routing does not fit `routing`, or a mini-batch has no sample.
     """
-    prepared = Rank0(lambda: _prepare(rollout.take(), step, config, routing, replay))
+    prepared = Rank0(lambda: prepare_samples(rollout.take(), step, config, routing, replay))
     whole = prepared.value if is_rank0() else None
     facts = run_on_rank0(lambda: prepared.value.facts, tuple[int, int, int, list[int], dict[str, float]])
     samples = StepSamples([], *facts) if whole is None else replace(whole, mini_batches=[])
@@ -96,7 +96,9 @@ def share_samples(
     return samples
 
 
-def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingShape | None, replay: ReplayBuffer | None) -> StepSamples:
+def prepare_samples(
+    rollout: RolloutBatch, step: int, config: Config, routing: RoutingShape | None, replay: ReplayBuffer | None
+) -> StepSamples:
     """Return the samples of all replicas. Rank 0."""
     algorithm, group_size, completions, owners = config.algorithm, config.rollout.group_size, rollout.completions_B, list_owners(rollout)
     own = to_training_samples(rollout, routing)
