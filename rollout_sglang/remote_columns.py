@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from megatron_rl.errors import RunError
+from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.redaction import hold
 from megatron_rl.types import ColumnPlace, Generation, RemoteColumns
@@ -97,8 +97,8 @@ def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
 def fetch_columns(
     columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], records_kept: bool, routing: RoutingShape | None, timeout: float
 ) -> list[Generation]:
-    """Return completions with the columns that engines keep. Raise RunError if an engine does not answer within `timeout` seconds, has lost
-    a completion, or gives another one."""
+    """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer within `timeout` seconds, or
+    RunError if it gives other columns."""
     by_server: dict[tuple[str, str], list[int]] = {}
     for number, columns in enumerate(columns_B):
         by_server.setdefault((columns.url, columns.key), []).append(number)
@@ -134,5 +134,4 @@ def _ask(url: str, key: str, handles: list[str], timeout: float) -> list[Answer 
         except (httpx.HTTPError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
         time.sleep(_WAIT_SECONDS * (attempt + 1 < _TRIES))
-    what = f"the engine at {url} does not give the tokens of {len(handles)} completions ({reason})"
-    raise RunError(f"{what}; checkpoint.resume=auto continues from the last checkpoint")
+    raise EngineLostError(f"the engine at {url} does not give the tokens of {len(handles)} completions ({reason})")

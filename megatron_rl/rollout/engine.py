@@ -252,7 +252,7 @@ class EngineLauncher(Protocol):
         self, config: Config, columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], routing: RoutingShape | None
     ) -> list[Generation]:
         """Return completions whose columns engines have kept, with the columns. Called on any rank. `prompt_tokens_B`: lengths of their
-        prompts; `routing`: shape of the routing records, or None without them. Raise RunError if columns are lost."""
+        prompts; `routing`: shape of the routing records, or None without them. Raise EngineLostError if an engine is lost."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

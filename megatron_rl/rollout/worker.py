@@ -206,6 +206,7 @@ def _compute_group_accuracy(group: Sequence[Completion]) -> float:
 class _Step:
     draw: StepDraw
     rollout: Future[RolloutBatch]
+    observed: dict[str, float] | None = None  # what `RolloutWorker.observe` returned, once the trainer has collected it
 
 
 class AsyncRolloutWorker:
@@ -228,6 +229,7 @@ class AsyncRolloutWorker:
         self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
         self._threads = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="megatron-rl-rollout")  # one per step
         self._pending: deque[_Step] = deque()
+        self._collected: _Step | None = None  # the newest that was collected, if engines keep its columns
 
     def begin(self, version: int) -> None:
         """Start generating everything that the trainer may train on when it is at `version`."""
@@ -242,8 +244,10 @@ class AsyncRolloutWorker:
     def collect(self, version: int) -> RolloutBatch:
         """Return the groups for the trainer at `version`, and start generating the groups of later steps. `time/generate` is the time
         waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the error of the generating
-        threads. After an EngineLostError, call `collect` again once the engines serve again."""
+        threads. After an EngineLostError, here or when replicas fetch columns, call `collect` again once the engines serve again."""
         start = time.perf_counter()
+        if self._collected is not None and self._collected.draw.version == version:
+            self._pending.appendleft(self._collected)
         self.begin(version)
         step = self._pending[0]
         assert step.draw.version == version, f"the groups for version {step.draw.version} are next, not those for {version}"
@@ -256,8 +260,10 @@ class AsyncRolloutWorker:
             wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise
         self._pending.popleft()
-        sampling = rollout.sampling | self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
-        return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+        self._collected = step if any(completion.remote for completion in rollout.completions_B) else None
+        if step.observed is None:
+            step.observed = self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
+        return replace(rollout, sampling=rollout.sampling | step.observed, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def list_ended_ahead(self) -> Iterator[tuple[int, Completion]]:
         """Yield the completions of later steps that have ended, the last ones first, with the version at which they will be trained on."""

@@ -54,7 +54,7 @@ class NewestTokens:
     def compare(self, version: int) -> dict[str, float]:
         """Return the mismatch of tokens that `version`, which the trainer holds, has sampled, and how many were compared. Raise RunError if
         it exceeds the bound."""
-        metrics = self._score(version)
+        metrics = self._sync.run_with_recovery(version, lambda: self._score(version))
         self._bound.check(metrics)
         return metrics or {TOKENS: float(self._sync.run_with_recovery(version, lambda: self._sync.ask_canary(version)))}
 

@@ -129,7 +129,7 @@ def prepare_samples(
 
 
 def fetch_columns(samples: list[TrainingSample], config: Config, routing: RoutingShape | None) -> list[TrainingSample]:
-    """Return samples with the columns that engines keep. Raise RunError if they are lost."""
+    """Return samples with the columns that engines keep. Raise EngineLostError if an engine is lost."""
     columns_B, prompts_B = [each.remote for each in samples if each.remote], [len(each.prompt_ids) for each in samples if each.remote]
     fetched = iter(find_engine_launcher(config.rollout.engine).fetch_columns(config, columns_B, prompts_B, routing))
     return [sample if sample.remote is None else _fill(sample, sample.remote, next(fetched)) for sample in samples]

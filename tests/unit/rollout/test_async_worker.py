@@ -264,6 +264,21 @@ def test_groups_whose_columns_went_with_an_engine_are_sampled_again():
     assert run.trained == [["0", "1"], ["2", "3"]] and [run.engine.ended.count(number) for number in range(4)] == [1, 1, 1, 2]
 
 
+def test_a_step_whose_columns_are_lost_on_their_way_is_collected_again_and_observed_once():
+    run, observed = Run(0, 3), []
+    run.engine.keeps = set()
+    run.ahead._worker.observe = lambda rollout, version: observed.append(version) or {}
+    run.step(0)
+    run.step(1)
+    run.engine.keeps = {handle for handle in run.engine.keeps if not handle.startswith("2/")}
+    run.step(1)
+    assert run.ahead.snapshot()()["position"] == 4
+    run.step(2)
+    run.ahead.close()
+    assert run.trained == [["0", "1"], ["2", "3"], ["2", "3"], ["4", "5"]] and observed == [0, 1, 2]
+    assert [run.engine.ended.count(number) for number in range(6)] == [1, 1, 2, 1, 1, 1]
+
+
 def test_a_kept_completion_counts_like_another_one():
     run = Run(1, 2)
     run.engine.keeps = set()
