@@ -97,7 +97,7 @@ def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
 def fetch_columns(
     columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], records_kept: bool, routing: RoutingShape | None, timeout: float
 ) -> list[Generation]:
-    """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer within `timeout` seconds, or
+    """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
     RunError if it gives other columns."""
     by_server: dict[tuple[str, str], list[int]] = {}
     for number, columns in enumerate(columns_B):
