@@ -4,12 +4,9 @@ token, which the client reads without touching a token.
 A client that accepts `MEDIA_TYPE` gets one MessagePack list of `Answer`, checked against their types when it is read. All other clients
 get SGLang's JSON."""
 
-import asyncio
 import base64
-import functools
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +16,7 @@ from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.types import Generation, KeptTokens, RemoteColumns
-from rollout_sglang.texts import TextReader, make_text_reader
+from rollout_sglang.texts import TextReader
 
 ABORTED = "abort"  # finish of a completion that the engine has dropped: its tokens are those until then
 MEDIA_TYPE = "application/vnd.megatron-rl.answers"
@@ -55,27 +52,6 @@ class Remains(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _ANSWERS = msgspec.msgpack.Decoder(list[Answer | None])
-
-
-async def answer_in_columns(original: Callable[..., Awaitable[Any]], request_of_client: Any, request: Any) -> Any:
-    """Wrap `serve_generate_request`: answer clients that accept `MEDIA_TYPE` in columns, with SGLang's own errors."""
-    if MEDIA_TYPE not in request.headers.get("accept", "") or request_of_client.stream:
-        return await original(request_of_client, request)
-    from sglang.srt.entrypoints import http_server
-    from starlette.responses import Response
-
-    from rollout_sglang.remote_columns import read_place, store
-
-    manager = http_server._global_state.tokenizer_manager
-    read_text = make_text_reader(request.headers, request_of_client.sampling_params, Path(manager.server_args.model_path))
-    try:
-        answers = await manager.generate_request(request_of_client, request).__anext__()
-    except ValueError as error:
-        return http_server._create_error_response(error)
-    place = read_place(request.headers)
-    leave = functools.partial(store.leave, place=place[0], staleness=place[1])
-    content = await asyncio.to_thread(pack_answers, answers, read_text, leave)  # other requests go on meanwhile
-    return Response(content, media_type=MEDIA_TYPE)
 
 
 def pack_answers(
