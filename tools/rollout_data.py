@@ -106,7 +106,8 @@ def make_answers(ids: np.ndarray, tokenizer: Any, shape: RoutingShape | None) ->
         meta: dict[str, Any] = {"id": "0" * 32, "finish_reason": {"type": "stop", "matched": 0}, "weight_version": "7", "cached_tokens": 0}
         meta["output_token_logprobs"] = list(zip(logprobs, part.tolist(), [None] * len(part), strict=True))
         if shape is not None:
-            experts = source.integers(0, shape.num_experts, (len(part), shape.num_layers, shape.top_k), dtype=np.int32)
+            first = source.integers(0, shape.num_experts, (len(part), shape.num_layers, 1), dtype=np.int32)
+            experts = (first + np.arange(shape.top_k, dtype=np.int32)) % shape.num_experts  # no token has an expert twice
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         answers.append({"text": tokenizer.decode(part.tolist()), "output_ids": part.tolist(), "meta_info": meta})
     return answers
