@@ -26,7 +26,7 @@ from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, read_answers, re
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
-from rollout_sglang.remote_columns import FIND, ask_to_leave
+from rollout_sglang.remote_columns import FIND, ask_to_leave, choose_place
 from rollout_sglang.texts import ask_for_texts
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
@@ -72,7 +72,8 @@ class SGLangEngine(RankRequests, RecordingRequests):
         parameters = [make_sampling_params(params) for params in samplings]
         generations: dict[int, Generation] = {}
         headers = _JSON | ask_for_texts(self._config.text_markers)
-        headers |= ask_to_leave(samplings[0].columns if samplings else "here", self._config.placement.max_staleness)
+        place = choose_place(samplings[0].columns if samplings else "here", self.server.url)
+        headers |= ask_to_leave(place, self._config.placement.max_staleness)
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             recorded = [samplings[index].record_kept_tokens for index in missing]
             try:

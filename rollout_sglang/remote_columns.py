@@ -14,15 +14,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 import numpy as np
 
+from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.redaction import hold
 from megatron_rl.types import ColumnPlace, Generation, RemoteColumns
+from parallel.transport.process_group import runs_on_one_node
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import IDS, LOGPROBS, MEDIA_TYPE, Answer, Remains, read_answers, read_generation
 
@@ -92,6 +95,12 @@ def ask_to_leave(place: ColumnPlace, staleness: int) -> dict[str, str]:
 def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
     place, staleness = json.loads(headers.get(HEADER, '["here", 0]'))
     return place, staleness
+
+
+def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
+    """Return where the columns of an engine at `url` go. Replicas on other nodes cannot reach an engine that listens on loopback, as those on
+    rank 0's node do: its columns go through rank 0."""
+    return "here" if is_loopback(urlsplit(url).hostname or "") and not runs_on_one_node() else wanted
 
 
 def fetch_columns(

@@ -3,10 +3,8 @@
 Rank 0 then gets the text, the length, and little else of a completion. All other runs need its columns on rank 0."""
 
 from megatron_rl.config import Config
-from megatron_rl.config.hosts import is_loopback
 from megatron_rl.plugs import REWARDS
 from megatron_rl.types import ColumnPlace
-from parallel.transport.process_group import runs_on_one_node
 
 
 def choose_place(config: Config) -> ColumnPlace:
@@ -18,7 +16,6 @@ def choose_place(config: Config) -> ColumnPlace:
         or config.replay is not None  # the buffer is part of checkpoints
         or config.rollout.over_sampling_prompts > 0  # aborted groups renumber the others, so that none can be sampled again
     )
-    is_out_of_reach = any(map(is_loopback, config.rollout.hosts)) and not runs_on_one_node()
-    if needs_columns or is_out_of_reach:
+    if needs_columns:
         return "here"
     return "but_ids" if any(REWARDS.is_own(part.name) for part in config.reward.parts.values()) else "remote"  # they may ask for ids

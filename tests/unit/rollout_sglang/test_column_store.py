@@ -14,7 +14,7 @@ from megatron_rl.hf.routing_record import RoutingShape
 from rollout_sglang import remote_columns
 from rollout_sglang.access import require_key
 from rollout_sglang.answers import pack_answers, read_answers, read_generation
-from rollout_sglang.remote_columns import ColumnStore, ask_to_leave, fetch_columns, read_place
+from rollout_sglang.remote_columns import ColumnStore, ask_to_leave, choose_place, fetch_columns, read_place
 
 KEY = "0123456789abcdef"
 SHAPE = RoutingShape(2, (0, 1), 4, 1)
@@ -120,3 +120,14 @@ def test_lost_columns_end_the_run_with_one_line_that_hides_the_key(server):
         with pytest.raises(RunError, match=message) as caught:
             fetch_columns([kept, columns], [2, 2], True, SHAPE, 60.0)
         assert columns.key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "host, place", [("127.0.0.1", "here"), ("localhost", "here"), ("[::1]", "here"), ("10.0.0.7", "remote"), ("n7", "remote")]
+)
+def test_columns_of_an_engine_on_loopback_pass_rank_0_if_replicas_are_on_other_nodes(monkeypatch, host, place):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "n1"}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_place("remote", f"http://{host}:30000") == place
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert choose_place("remote", f"http://{host}:30000") == "remote"
