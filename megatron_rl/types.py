@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from uuid import UUID
 
 if TYPE_CHECKING:  # reward workers import this file and little else
@@ -79,6 +79,25 @@ class KeptTokens:
     ids: np.ndarray  # int32 [sum of counts]: ids of kept tokens, concatenated
 
 
+ColumnPlace = Literal["here", "but_ids", "remote", "none"]
+"""Where an engine that can keep columns, the values per token of a completion, may leave them: all come with its answer; the token ids do,
+and the engine keeps all columns; the engine keeps all columns; or it drops them."""
+
+
+@dataclass(frozen=True)
+class RemoteColumns:
+    """The columns of a completion that its engine keeps until a replica fetches them, and what rank 0 needs to know of them."""
+
+    url: str  # of the engine
+    key: str = field(repr=False)
+    handle: str  # "" if the engine has dropped the columns
+    tokens: int
+    digest: str  # of the token ids
+    logprob_sum: float
+    versions: tuple[int, ...]  # policy versions of the tokens, ascending
+    trained_at: int | None = None  # policy version from which the tokens' `version_lags` count, or None for no lags
+
+
 @dataclass
 class Generation:
     """An engine's output for one prompt."""
@@ -91,6 +110,9 @@ class Generation:
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # if recorded
     cached_tokens: int = 0  # number of prompt tokens from the prefix cache
+    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except perhaps `output_ids_T`
+    text: str | None = None
+    """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, or None if the engine decodes no texts."""
 
 
 @dataclass
@@ -128,6 +150,7 @@ class Completion:
     dialogue: list[str] = field(default_factory=list)  # alternating texts of policy and environment; empty without an environment
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # of the sampled tokens, if recorded
+    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except `prompt_ids_T` and perhaps `output_ids_T`
     tool_errors: int = 0  # number of the environment's error messages to the policy
     environment_error: str = ""  # why the environment or agent failed; the sample's score is 0 then
     prompt_tokens: int = 0  # total over all turns; each turn counts all tokens before it
@@ -158,6 +181,8 @@ class Completion:
     @property
     def sampled_count(self) -> int:
         """Number of sampled tokens in this conversation."""
+        if self.remote is not None:
+            return self.remote.tokens
         return len(self.output_ids_T) if self.response_mask_T is None else int(self.response_mask_T.sum())
 
     @property
@@ -183,6 +208,7 @@ class SamplingParams:
     top_k: int = -1  # samples from this many of the most probable tokens; -1 disables it
     min_p: float = 0.0  # minimum probability of a token, relative to the most probable token
     record_kept_tokens: bool = False  # whether the engine reports the tokens that remain after these filters
+    columns: ColumnPlace = "here"
 
 
 class RewardFunction(Protocol):

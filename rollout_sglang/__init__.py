@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
+    from megatron_rl.hf.routing_record import RoutingShape
     from megatron_rl.rollout.engine import Engine
+    from megatron_rl.types import Generation, RemoteColumns
 
 
 class SGLangLauncher:
@@ -39,6 +42,14 @@ class SGLangLauncher:
 
         named = ("--served-model-name", config.model.name)
         EngineServer(EngineLaunchSpec(config, model_path, log_dir, arguments=named, port=port, api_key=api_key)).serve(greeting)
+
+    def fetch_columns(
+        self, config: Config, columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], routing: RoutingShape | None
+    ) -> list[Generation]:
+        from rollout_sglang.remote_columns import fetch_columns
+
+        recorded = config.rollout.to_sampling().record_kept_tokens
+        return fetch_columns(columns_B, prompt_tokens_B, recorded, routing, config.rollout.request_timeout)
 
     def rehearsal_command(self) -> list[str]:
         return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]

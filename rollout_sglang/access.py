@@ -11,6 +11,7 @@ import httpx
 _PUBLIC = ("/health", "/ready", "/metrics")
 """Prefixes of endpoints that only tell whether the engine is alive. SGLang does not protect them either."""
 _FREEZE_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 2.0  # clients close idle connections before SGLang does after 5 s, possibly while a request is on its way
 
 _headers: dict[str, str] = {}
 

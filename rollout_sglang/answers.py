@@ -5,7 +5,8 @@ A client that accepts `MEDIA_TYPE` gets one MessagePack list of `Answer`, checke
 get SGLang's JSON."""
 
 import base64
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,14 +15,16 @@ import numpy as np
 from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
-from megatron_rl.types import Generation, KeptTokens
+from megatron_rl.types import Generation, KeptTokens, RemoteColumns
+from rollout_sglang.texts import TextReader
 
 ABORTED = "abort"  # finish of a completion that the engine has dropped: its tokens are those until then
 MEDIA_TYPE = "application/vnd.megatron-rl.answers"
+_NOT_FINITE = "the engine computed a log-probability that is not a finite number: its weights or its FP8 scales are broken"
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """One completion as the engine sampled it. Arrays are little-endian bytes, in memory of their own that may be written."""
 
     finish: str  # SGLang's type of the finish reason: "stop", "length", or `ABORTED`
@@ -35,32 +38,35 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_logprobs: bytearray | None = None  # float32 [T]: normalized over the kept tokens
     experts: bytearray | None = None  # [prompt and output tokens but the last, layers, k], of `experts_dtype`
     experts_dtype: Literal["|u1", "<u2", "<i4"] = "<i4"  # the narrowest that holds all of them
+    text: str | None = None  # if the client asked for it (`rollout_sglang.texts`)
+    remains: "Remains | None" = None  # instead of all columns, except perhaps `ids`
 
 
-_ANSWERS = msgspec.msgpack.Decoder(list[Answer])
+class Remains(msgspec.Struct, forbid_unknown_fields=True):
+    """What an answer says of columns that it does not hold (`rollout_sglang.remote_columns`), as in `megatron_rl.types.RemoteColumns`."""
+
+    handle: str
+    tokens: int
+    digest: str
+    logprob_sum: float
 
 
-async def answer_in_columns(original: Callable[..., Awaitable[Any]], request_of_client: Any, request: Any) -> Any:
-    """Wrap `serve_generate_request`: answer clients that accept `MEDIA_TYPE` in columns, with SGLang's own errors."""
-    if MEDIA_TYPE not in request.headers.get("accept", "") or request_of_client.stream:
-        return await original(request_of_client, request)
-    from sglang.srt.entrypoints import http_server
-    from starlette.responses import Response
-
-    try:
-        answers = await http_server._global_state.tokenizer_manager.generate_request(request_of_client, request).__anext__()
-    except ValueError as error:
-        return http_server._create_error_response(error)
-    return Response(pack_answers(answers), media_type=MEDIA_TYPE)
+_ANSWERS = msgspec.msgpack.Decoder(list[Answer | None])
 
 
-def pack_answers(answers: Sequence[dict[str, Any]]) -> bytes:
-    """Return SGLang's answers to a request of several prompts in columns."""
-    return msgspec.msgpack.encode([_pack(answer["meta_info"]) for answer in answers])
+def pack_answers(
+    answers: Sequence[dict[str, Any]], read_text: TextReader | None = None, leave: Callable[[Answer], Answer] = lambda answer: answer
+) -> bytes:
+    """Return SGLang's answers to a request of several prompts in columns, with texts if `read_text` is given. `leave` takes columns out."""
+    packed = [_pack(answer["meta_info"]) for answer in answers]
+    if read_text is not None:
+        for number, answer in enumerate(packed):
+            answer.text = read_text(number, np.frombuffer(answer.ids, IDS))
+    return msgspec.msgpack.encode([leave(answer) for answer in packed])
 
 
-def read_answers(content: bytes) -> list[Answer]:
-    """Return what `pack_answers` has packed. Raise ValueError for other data."""
+def read_answers(content: bytes) -> list[Any]:
+    """Return the list of `Answer` in packed content, with None for what is missing. Raise ValueError for other data."""
     return _ANSWERS.decode(content)
 
 
@@ -107,15 +113,36 @@ def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
     if len(versions) > 1 and not mixed_versions:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     ids_T, logprobs_T = np.frombuffer(answer.ids, IDS), _read_logprobs(answer.logprobs)
-    if len(ids_T) != len(logprobs_T):
+    if len(ids_T) != len(logprobs_T) and answer.remains is None:
         raise RunError(f"the engine reports {len(logprobs_T)} log-probs for a completion of {len(ids_T)} tokens")
     versions_T = None
-    if len(versions) > 1:
+    if len(versions) > 1 and answer.remains is None:
         lengths = [end - start for _, start, end in answer.spans]
         if sum(lengths) != len(ids_T):
             raise RunError(f"the engine reports the policy versions of {sum(lengths)} tokens for a completion of {len(ids_T)} tokens")
         versions_T = np.repeat(np.array([int(version) for version, _, _ in answer.spans], np.int32), lengths)
-    return Generation(ids_T, logprobs_T, answer.finish, int(answer.version), versions_T, cached_tokens=answer.cached_tokens)
+    return Generation(
+        ids_T, logprobs_T, answer.finish, int(answer.version), versions_T, cached_tokens=answer.cached_tokens, text=answer.text
+    )
+
+
+def read_generation(
+    answer: Answer, prompt_tokens: int, routing: RoutingShape | None, records_kept: bool, mixed_versions: bool, url: str = "", key: str = ""
+) -> Generation:
+    """Return the completion in an answer, with its routing and kept tokens if they are recorded. `url` and `key`: of the engine, which may
+    have kept the columns. Raise RunError if anything is wrong."""
+    generation = parse_generation(answer, mixed_versions)
+    if (left := answer.remains) is not None:
+        if not math.isfinite(left.logprob_sum):
+            raise RunError(_NOT_FINITE)
+        versions = tuple(sorted({int(version) for version, _, _ in answer.spans} | {generation.policy_version}))
+        generation.remote = RemoteColumns(url, key, left.handle, left.tokens, left.digest, left.logprob_sum, versions)
+        return generation
+    if routing is not None:
+        generation.routed_experts_T = read_routed_experts(answer, routing, prompt_tokens + len(generation.output_ids_T))
+    if records_kept:
+        read_kept_tokens(answer, generation)
+    return generation
 
 
 def read_kept_tokens(answer: Answer, generation: Generation) -> None:
@@ -130,7 +157,7 @@ def read_kept_tokens(answer: Answer, generation: Generation) -> None:
 def _read_logprobs(data: bytearray) -> np.ndarray:
     logprobs_T = np.frombuffer(data, LOGPROBS)
     if not np.isfinite(logprobs_T).all():
-        raise RunError("the engine computed a log-probability that is not a finite number: its weights or its FP8 scales are broken")
+        raise RunError(_NOT_FINITE)
     return logprobs_T
 
 

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -20,12 +20,14 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places, Roots
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.types import Generation, RemoteColumns, SamplingParams
 from rollout_sglang.activation_recorder import RecordingRequests
-from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, parse_generation, read_answers, read_kept_tokens, read_routed_experts
+from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, read_answers, read_generation
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
+from rollout_sglang.remote_columns import FIND, ask_to_leave, choose_place
+from rollout_sglang.texts import ask_for_texts
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
 _IDLE_SECONDS = 10
@@ -45,6 +47,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
 
     def __init__(self, launch_spec: EngineLaunchSpec) -> None:
         self.server, self._rollout = EngineServer(launch_spec), launch_spec.config.rollout
+        self._config = launch_spec.config
         self._http = self.server.connect()
         record_routing = launch_spec.config.algorithm.routing_replay == "engine"
         self._routing = RoutingShape.from_hf_config(read_config(launch_spec.model_path)) if record_routing else None
@@ -68,11 +71,15 @@ class SGLangEngine(RankRequests, RecordingRequests):
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         parameters = [make_sampling_params(params) for params in samplings]
         generations: dict[int, Generation] = {}
+        headers = _JSON | ask_for_texts(self._config.text_markers)
+        place = choose_place(samplings[0].columns if samplings else "here", self.server.url)
+        headers |= ask_to_leave(place, self._config.placement.max_staleness)
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             recorded = [samplings[index].record_kept_tokens for index in missing]
             try:
                 with self._gate.passing():
-                    answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded, abort)
+                    prompts, wanted = [prompts_B[index] for index in missing], [parameters[index] for index in missing]
+                    answers = self._ask(prompts, wanted, recorded, headers, abort)
             except AnswersDroppedError:
                 continue
             if self._http.is_closed:  # while its answers waited for the proof
@@ -82,9 +89,8 @@ class SGLangEngine(RankRequests, RecordingRequests):
             for index, answer in zip(missing, answers, strict=True):
                 if answer.finish == ABORTED:  # discarded by a sync: sample it again
                     continue
-                generations[index] = generation = self._read(answer, len(prompts_B[index]), self._mixed_versions)
-                if samplings[index].record_kept_tokens:
-                    read_kept_tokens(answer, generation)
+                records_kept = samplings[index].record_kept_tokens
+                generations[index] = self._read(answer, len(prompts_B[index]), records_kept, self._mixed_versions)
         return [generations[index] for index in range(len(prompts_B))]
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
@@ -97,11 +103,16 @@ class SGLangEngine(RankRequests, RecordingRequests):
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**make_sampling_params(sampling), "ignore_eos": True}
-        answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B))
-        return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
+        answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B), _JSON)
+        return [[self._read(answer, len(prompt), False, False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
-        self, prompts_B: Sequence[np.ndarray], parameters: list[dict[str, Any]], record_kept_tokens: list[bool], abort: Abort | None = None
+        self,
+        prompts_B: Sequence[np.ndarray],
+        parameters: list[dict[str, Any]],
+        record_kept_tokens: list[bool],
+        headers: Mapping[str, str],
+        abort: Abort | None = None,
     ) -> list[Answer]:
         body = {
             "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],
@@ -111,10 +122,10 @@ class SGLangEngine(RankRequests, RecordingRequests):
             "return_sampling_mask": record_kept_tokens,
         }
         if abort is None:
-            return self._read_columns(self._post("/generate", body))
+            return self._read_columns(self._post("/generate", body, headers))
         requests = [uuid.uuid4().hex for _ in prompts_B]
         with abort.calling(lambda: [self._post("/abort_request", {"rid": request}) for request in requests]):
-            return self._read_columns(self._post("/generate", {**body, "rid": requests}))
+            return self._read_columns(self._post("/generate", {**body, "rid": requests}, headers))
 
     def _read_columns(self, content: object) -> list[Answer]:
         """Return completions. Raise RunError if they do not come in columns, as from an engine without this project's hooks."""
@@ -126,12 +137,12 @@ class SGLangEngine(RankRequests, RecordingRequests):
             reason = str(error)
         raise RunError(f"the engine's completions cannot be read: {reason}", self.server.processes.log_tail())
 
-    def _read(self, answer: Answer, prompt_tokens: int, mixed_versions: bool) -> Generation:
-        generation = parse_generation(answer, mixed_versions)
-        if self._routing is not None:
-            tokens = prompt_tokens + len(generation.output_ids_T)
-            generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
-        return generation
+    def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool) -> Generation:
+        return read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, self.server.url, self.server.api_key)
+
+    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
+        own = [columns.handle for columns in columns_B if (columns.url, columns.key) == (self.server.url, self.server.api_key)]
+        return set(self._read_answer(FIND, self._request(FIND, own, repeatable=True))) if own else set()
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         super().start_receiving(hashing, places)
@@ -259,9 +270,9 @@ class SGLangEngine(RankRequests, RecordingRequests):
                 raise RunError(f"engine rank {number} could not {request['verb']}: {failure}", self.server.processes.log_tail())
         return [rank["checksums"] for rank in ranks]
 
-    def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
+    def _post(self, path: str, body: dict[str, Any] | None, headers: Mapping[str, str] = _JSON) -> Any:
         """Return the answer to one bounded request. Raise EngineLostError if the engine is gone or too slow, RunError if it refuses."""
-        return self._read_answer(path, self._request(path, body, seconds))
+        return self._read_answer(path, self._request(path, body, headers=headers))
 
     def _read_answer(self, path: str, response: httpx.Response) -> Any:
         """Return a response's content. Raise RunError if the request was refused, or EngineLostError if the engine is ending."""
@@ -274,7 +285,14 @@ class SGLangEngine(RankRequests, RecordingRequests):
             return response.content
         return response.json() if kind.startswith("application/json") else response.text
 
-    def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None, repeatable: bool = False) -> httpx.Response:
+    def _request(
+        self,
+        path: str,
+        body: object,
+        seconds: float | None = None,
+        repeatable: bool = False,
+        headers: Mapping[str, str] = _JSON,
+    ) -> httpx.Response:
         """Send one request, watched by the health monitor. `seconds` is the time limit of the monitor's own. If the connection breaks, as
         one that the server closes just when it is used again, a request that may be sent twice is sent again once."""
         watch = self._health_monitor.working() if seconds is None else nullcontext()
@@ -283,11 +301,11 @@ class SGLangEngine(RankRequests, RecordingRequests):
         try:
             with watch:
                 try:
-                    return self._http.post(path, content=content, headers=_JSON, timeout=seconds)
+                    return self._http.post(path, content=content, headers=headers, timeout=seconds)
                 except (httpx.NetworkError, httpx.RemoteProtocolError):
                     if not repeatable or self.server.processes.has_ended():
                         raise
-                    return self._http.post(path, content=content, headers=_JSON, timeout=seconds)
+                    return self._http.post(path, content=content, headers=headers, timeout=seconds)
         except httpx.TimeoutException:
             message = f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout)"
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`

@@ -32,6 +32,7 @@ from megatron_rl.rollout.engine_placement import (
     place_engine,
 )
 from parallel.attention import GatedDeltaNet, LatentAttention
+from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
 from rollout_sglang.hooks.scheduling import RESERVED
@@ -47,7 +48,6 @@ _WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
-_KEEP_ALIVE_SECONDS = 2.0  # idle connections are closed before SGLang closes them after 5 s, possibly while a request is on its way
 
 
 class LaunchedServer(NamedTuple):
@@ -232,7 +232,7 @@ class EngineServer:
     def connect(self) -> httpx.Client:
         """Return an HTTP client that sends the server's key and takes completions in columns."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Accept": f"{MEDIA_TYPE}, application/json"}
-        limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS)
         return httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
     def wait_until_ready(self) -> None:

@@ -16,7 +16,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
-from rollout_sglang import access, process
+from rollout_sglang import access, process, remote_columns
 from rollout_sglang.platform import stub_modules
 
 stub_modules.install()
@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     store, meeting = _meet_ranks(arguments[2:])
+    remote_columns.add_routes(app)
     access.require_key(app, os.environ.pop(process.API_KEY_VARIABLE))
     launch_server(
         prepare_server_args([*arguments[2:], *meeting]),

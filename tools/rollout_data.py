@@ -1,22 +1,31 @@
 """Measure the way of a step's completions from the engines' answers to the replicas: CPU time and bytes per token.
 
-    python tools/rollout_data.py                                    # 10^5 tokens per answer and replica, 1, 2 and 4 replicas
+    python tools/rollout_data.py                                    # 10^5 tokens per replica
     python tools/rollout_data.py --tokens 300000 --replicas 1,3     # other sizes
     python tools/rollout_data.py --experts 48x8                     # with the routing of 48 layers and 8 experts
 
-The engine's server writes answers of several completions, once as SGLang's JSON and once in columns (`rollout_sglang.answers`), and rank 0
-reads them into arrays, decodes the text, and writes the tasks of the reward workers, once with lists of tokens and once with their bytes.
-The forms take turns. Then a world of one rank per replica shares samples over gloo (`training.samples`), with so many tokens per replica.
+1. The engine's server writes the answers of a request as SGLang's JSON, in columns (`rollout_sglang.answers`), and with the text instead of
+   the columns, which it keeps (`rollout_sglang.remote_columns`). Rank 0 reads the JSON and the columns.
+2. Rank 0 alone does what it does in a step of `--planned` replicas up to the sends: it reads their answers, writes the tasks of the reward
+   workers, and makes and serializes the samples. Once all columns pass rank 0, which decodes the texts; once they stay at the engines.
+3. A world of one real rank per replica shares samples over gloo (`training.samples`), in both ways. The engine is a process with the real
+   store and routes, from which each replica fetches its columns over HTTP.
+
 Times are CPU time, medians of `--repeat`. Texts are of a tokenizer that is trained here on Python's own sources.
 """
 
 import base64
+import itertools
 import json
+import multiprocessing
 import re
+import secrets
+import socket
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,30 +33,39 @@ from typing import Annotated, Any
 import numpy as np
 import orjson
 import typer
+import uvicorn
 from harness import JsonFile, parse_numbers, run_on_ranks, write_json
 from rich.console import Console
 from rich.table import Table
+from starlette.applications import Starlette
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.batch.packing import compute_costs, deal
+from megatron_rl.batch.sample_bytes import SampleBytes
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.model import start_megatron
+from megatron_rl.mcore.passes.replicas import PIECE_BYTES
 from megatron_rl.rewards.foreign import Sample
 from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.training.samples import share_samples
+from megatron_rl.training.samples import prepare_samples, share_samples
 from megatron_rl.types import Completion, Problem, Reward
 from megatron_rl.workers.plain import dump
 from parallel.layout import Layout
-from rollout_sglang.answers import pack_answers, parse_generation, read_answers, read_routed_experts
+from rollout_sglang import remote_columns
+from rollout_sglang.access import require_key
+from rollout_sglang.answers import Answer, pack_answers, parse_generation, read_answers, read_generation, read_routed_experts
+from rollout_sglang.remote_columns import ColumnStore
 
 _GROUP = 4
 _ATTENTION_LENGTH = 60_000.0
 _VOCABULARY = 8192
+_PROBLEM = Problem("0", "", "")
 Answers = list[dict[str, Any]]
 
 
@@ -60,6 +78,26 @@ def train_tokenizer() -> tuple[PreTrainedTokenizerFast, np.ndarray]:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer), np.array(ids, np.int32)
 
 
+class Request:
+    """SGLang's answers to `_GROUP` prompts of one token each, with `tokens` tokens in all."""
+
+    def __init__(self, tokens: int, shape: RoutingShape | None) -> None:
+        self.tokenizer, texts = train_tokenizer()
+        self.tokens, self.answers = tokens, make_answers(np.resize(texts, tokens), self.tokenizer, shape)
+
+    def leave(self) -> bytes:
+        """Return what rank 0 gets of them if the columns stay at the server, which decodes the texts. Handles are numbers."""
+        store, numbers = ColumnStore(), itertools.count()
+
+        def leave(answer: Answer) -> Answer:
+            left = store.leave(answer, "remote", 0)
+            assert left.remains is not None
+            left.remains.handle = str(next(numbers))
+            return left
+
+        return pack_answers(self.answers, lambda _, ids: decode_completion(self.tokenizer, ids.tolist()), leave)
+
+
 def make_answers(ids: np.ndarray, tokenizer: Any, shape: RoutingShape | None) -> Answers:
     """Return SGLang's answers to one prompt token each; `ids`: tokens of all completions, int32."""
     source, answers = np.random.default_rng(0), []
@@ -68,7 +106,8 @@ def make_answers(ids: np.ndarray, tokenizer: Any, shape: RoutingShape | None) ->
         meta: dict[str, Any] = {"id": "0" * 32, "finish_reason": {"type": "stop", "matched": 0}, "weight_version": "7", "cached_tokens": 0}
         meta["output_token_logprobs"] = list(zip(logprobs, part.tolist(), [None] * len(part), strict=True))
         if shape is not None:
-            experts = source.integers(0, shape.num_experts, (len(part), shape.num_layers, shape.top_k), dtype=np.int32)
+            first = source.integers(0, shape.num_experts, (len(part), shape.num_layers, 1), dtype=np.int32)
+            experts = (first + np.arange(shape.top_k, dtype=np.int32)) % shape.num_experts  # no token has an expert twice
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         answers.append({"text": tokenizer.decode(part.tolist()), "output_ids": part.tolist(), "meta_info": meta})
     return answers
@@ -98,11 +137,9 @@ def read_columns(content: bytes, shape: RoutingShape | None) -> list[tuple[np.nd
     return results
 
 
-def measure_answers(tokens: int, shape: RoutingShape | None, repeat: int) -> dict[str, float]:
-    """Return the bytes and CPU microseconds per token of what the server, and then rank 0, does with the answers of one request."""
-    tokenizer, texts = train_tokenizer()
-    ids = np.resize(texts, tokens)
-    answers, parts, seconds = make_answers(ids, tokenizer, shape), np.array_split(ids, _GROUP), defaultdict[str, list[float]](list)
+def measure_answers(request: Request, shape: RoutingShape | None, repeat: int) -> dict[str, float]:
+    """Return the bytes and CPU microseconds per token of the answers to a request: what the server writes, and rank 0 reads."""
+    seconds = defaultdict[str, list[float]](list)
 
     def clock(name: str, work: Callable[[], Any]) -> Any:
         start = time.process_time()
@@ -111,50 +148,88 @@ def measure_answers(tokens: int, shape: RoutingShape | None, repeat: int) -> dic
         return result
 
     for _ in range(repeat):
-        by_json = clock("write JSON", lambda: orjson.dumps(answers))
-        by_columns = clock("write columns", lambda: pack_answers(answers))
+        by_json = clock("write JSON", lambda: orjson.dumps(request.answers))
+        by_columns = clock("write columns", lambda: pack_answers(request.answers))
+        left = clock("write text, keep columns", request.leave)
         read = [clock("read JSON", partial(read_json, by_json, shape)), clock("read columns", partial(read_columns, by_columns, shape))]
         for one, other in zip(*read, strict=True):
             assert all(np.array_equal(each, same) for each, same in zip(one, other, strict=True)), "the forms differ"
-        clock("text", lambda: [decode_completion(tokenizer, part.tolist()) for part in parts])
-        clock("task of lists", lambda: [dump(("", part.tolist())) for part in parts])
-        clock("task of bytes", lambda: [dump(("", Sample(part.tobytes()))) for part in parts])
-    result = {name: 1e6 * statistics.median(each) / tokens for name, each in seconds.items()}
-    return result | {"bytes JSON": len(by_json) / tokens, "bytes columns": len(by_columns) / tokens}
+    result = {name: 1e6 * statistics.median(each) / request.tokens for name, each in seconds.items()}
+    sizes = {"bytes JSON": by_json, "bytes columns": by_columns, "bytes left": left}
+    return result | {name: len(content) / request.tokens for name, content in sizes.items()}
 
 
-def share(_: int, ranks: int, tokens: int, shape: RoutingShape | None, folder: Path, repeat: int) -> list[dict[str, float]]:
-    """Share a step's samples, `tokens` per replica, in a world of replicas. Return each rank's CPU microseconds per token of one replica,
-    and its bytes of samples per token. Collective."""
+def measure_rank0(request: Request, replicas: int, shape: RoutingShape | None, repeat: int) -> dict[str, float]:
+    """Return the CPU microseconds of rank 0 per token of one replica, if every replica's completions are those of `request`."""
+    contents = {"through rank 0": pack_answers(request.answers), "at the engines": request.leave()}
+    config, results = make_config(Path.cwd()), dict[str, float]()
+    for way, content in contents.items():
+        seconds = []
+        for _ in range(repeat):
+            start = time.process_time()
+            completions = [completion for _ in range(replicas) for completion in read_completions(content, request.tokenizer, shape)]
+            for completion in completions:
+                dump((completion.text, Sample(completion.output_ids_T.tobytes())))
+            rollout = RolloutBatch(completions, {"ahead/generate": 1.0})
+            (samples,) = prepare_samples(rollout, 1, config, shape, None).mini_batches
+            for share in deal(compute_costs([sample.length for sample in samples], _ATTENTION_LENGTH), replicas):
+                for _ in SampleBytes([samples[index] for index in share]).iterate(PIECE_BYTES):
+                    pass  # it would be sent
+            seconds.append(time.process_time() - start)
+        results[way] = 1e6 * statistics.median(seconds) / request.tokens
+    return results
+
+
+def read_completions(content: bytes, tokenizer: Any, shape: RoutingShape | None) -> Iterator[Completion]:
+    """Yield the completions in a request's answers, as the client and the sampler make them."""
+    for number, answer in enumerate(read_answers(content)):
+        got = read_generation(answer, 1, shape, False, False, "http://127.0.0.1:1", "key")
+        text = decode_completion(tokenizer, got.output_ids_T.tolist()) if got.text is None else got.text
+        arrays = np.zeros(1, np.int32), got.output_ids_T, got.logprobs_T
+        completion = Completion(_PROBLEM, *arrays, got.finish_reason, 0, text, routed_experts_T=got.routed_experts_T, remote=got.remote)
+        completion.reward = Reward(float(number % 2), True)
+        yield completion
+
+
+def share(
+    _: int, ranks: int, content: bytes, address: tuple[str, str], tokenizer: Any, shape: RoutingShape | None, repeat: int
+) -> list[dict[str, float]]:
+    """Share a step's samples, those of a request per replica, in a world of replicas. `address`: of the engine that keeps columns, with its
+    key. Return each rank's CPU microseconds per token of one replica, and its bytes of samples per token. Collective."""
     start_megatron(Layout(dp=ranks), seed=0)
-    config = Config.model_validate({"model": {"path": folder}, "rollout": {"group_size": _GROUP}, "log": {"samples": 4}})
-    seconds = []
+    config, seconds = make_config(Path.cwd()), []
+    completions = [completion for _ in range(ranks) for completion in read_completions(content, tokenizer, shape)]
+    for completion in completions:
+        if completion.remote is not None:
+            completion.remote = replace(completion.remote, url=address[0], key=address[1])
     for _ in range(1 + repeat):  # the first opens connections
-        rollout = Rank0(partial(_make_rollout, tokens * ranks, _GROUP * ranks, shape))
+        rollout = Rank0(lambda: RolloutBatch([*completions], {"ahead/generate": 1.0}))
         start = time.process_time()
         samples = share_samples(rollout, 1, config, shape, _ATTENTION_LENGTH)
         seconds.append(time.process_time() - start)
     columns = [column for each in samples.own for column in (each.response_ids, each.rollout_logprobs, each.routed_experts)]
+    tokens = sum(each.sampled_count for each in samples.own)
     own = {"seconds": 1e6 * statistics.median(seconds[1:]) / tokens, "bytes": sum(each.nbytes for each in columns) / tokens}
     return gather_from_ranks(own, dict[str, float])
 
 
-def _make_rollout(tokens: int, count: int, shape: RoutingShape | None) -> RolloutBatch:
-    source, length, completions = np.random.default_rng(0), tokens // count, []
-    for number in range(count):
-        ids = source.integers(0, _VOCABULARY, length, dtype=np.int32)
-        completion = Completion(Problem(str(number), "", ""), ids[:1], ids, -source.random(length, np.float32), "stop", 0, "")
-        completion.reward = Reward(float(number % 2), True)
-        if shape is not None:
-            chosen = np.arange(shape.top_k, dtype=shape.dtype)
-            completion.routed_experts_T = np.tile(chosen, (length, shape.num_layers, 1))
-        completions.append(completion)
-    return RolloutBatch(completions, {"ahead/generate": 1.0})
+def make_config(model: Path) -> Config:
+    return Config.model_validate({"model": {"path": model}, "rollout": {"group_size": _GROUP}, "log": {"samples": 4}})
+
+
+def serve(port: int, key: str, answers: Answers) -> None:
+    """Answer for an engine whose columns have been left: keep them under the handles that `Request.leave` has made."""
+    app = Starlette()
+    remote_columns.add_routes(app)
+    require_key(app, key)
+    remote_columns.store._answers.update(zip(map(str, range(_GROUP)), read_answers(pack_answers(answers)), strict=True))
+    uvicorn.run(app, port=port, log_level="error")
 
 
 def main(
     tokens: Annotated[int, typer.Option(min=100, help="Tokens of a request's completions, and of each replica.")] = 100_000,
-    replicas: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas.")] = "1,2,4",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas with a real rank each, separated by commas.")] = "1,2",
+    planned: Annotated[str, typer.Option(help="Numbers of replicas for which rank 0 works alone.")] = "1,8,64,512",
     experts: Annotated[str, typer.Option(help="LAYERSxEXPERTS of the routing; 0x0 for none.")] = "0x0",
     repeat: Annotated[int, typer.Option(min=1, help="Turns, of which the median counts.")] = 3,
     file: JsonFile = None,
@@ -164,32 +239,44 @@ def main(
         raise UserError("--experts", experts, "must be like 48x8", "correct it")
     layers, chosen = (int(number) for number in experts.split("x"))
     shape = RoutingShape(layers, tuple(range(layers)), 256, chosen) if layers else None
-    report: dict[str, Any] = {"tokens": tokens, "answers": measure_answers(tokens, shape, repeat), "share": {}}
+    request = Request(tokens, shape)
+    report: dict[str, Any] = {"tokens": tokens, "answers": measure_answers(request, shape, repeat), "rank 0": {}, "share": {}}
+    for count in parse_numbers(planned):
+        report["rank 0"][count] = measure_rank0(request, count, shape, repeat)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port, key = free.getsockname()[1], secrets.token_hex(24)
+    engine = multiprocessing.get_context("spawn").Process(target=serve, args=(port, key, request.answers), daemon=True)
+    engine.start()
+    contents = {"through rank 0": pack_answers(request.answers), "at the engines": request.leave()}
     for count in parse_numbers(replicas):
-        work = partial(share, ranks=count, tokens=tokens, shape=shape, folder=Path.cwd(), repeat=repeat)
-        report["share"][count] = run_on_ranks(work, count, start_method="spawn")
+        common: dict[str, Any] = {"ranks": count, "address": (f"http://127.0.0.1:{port}", key), "tokenizer": request.tokenizer}
+        report["share"][count] = {
+            way: run_on_ranks(partial(share, content=content, shape=shape, repeat=repeat, **common), count, start_method="spawn")
+            for way, content in contents.items()
+        }
+    engine.terminate()
     write_json(file, report)
     _print(report)
 
 
 def _print(report: dict[str, Any]) -> None:
-    costs, forms = report["answers"], Table("per token", "SGLang's JSON, lists", "columns, bytes", "ratio")
+    costs, forms = report["answers"], Table("per token", "SGLang's JSON", "columns", "text, columns kept")
     for name, names in {
-        "bytes of an answer": ("bytes JSON", "bytes columns"),
-        "engine's server writes (µs)": ("write JSON", "write columns"),
+        "bytes of an answer": ("bytes JSON", "bytes columns", "bytes left"),
+        "engine's server writes (µs)": ("write JSON", "write columns", "write text, keep columns"),
         "rank 0 reads (µs)": ("read JSON", "read columns"),
-        "rank 0 writes reward tasks (µs)": ("task of lists", "task of bytes"),
     }.items():
-        before, after = (costs[each] for each in names)
-        forms.add_row(name, f"{before:.3f}", f"{after:.3f}", f"{before / max(after, 1e-4):.1f}")
-    forms.add_row("rank 0 decodes text (µs)", f"{costs['text']:.3f}", f"{costs['text']:.3f}", "1.0")
-    ranks = Table("replicas", "share (µs per token of one replica): rank 0, largest other", "rank 0 in all: JSON, columns", "ratio")
-    for count, usage in report["share"].items():
-        first, others = usage[0]["seconds"], [each["seconds"] for each in usage[1:]]
-        before = count * (costs["read JSON"] + costs["task of lists"] + costs["text"]) + first
-        after = count * (costs["read columns"] + costs["task of bytes"] + costs["text"]) + first
-        ranks.add_row(str(count), f"{first:.3f}, {max(others, default=0.0):.3f}", f"{before:.3f}, {after:.3f}", f"{before / after:.1f}")
-    Console(width=140).print(forms, ranks)
+        forms.add_row(name, *(f"{costs[each]:.3f}" for each in names))
+    alone = Table("replicas", "rank 0 works (µs per token of one replica): columns through rank 0", "at the engines", "ratio")
+    for count, ways in report["rank 0"].items():
+        before, after = ways["through rank 0"], ways["at the engines"]
+        alone.add_row(str(count), f"{before:.3f}", f"{after:.3f}", f"{before / after:.1f}")
+    ranks = Table("replicas", "share (µs per token of one replica): columns", "rank 0", "largest other")
+    for count, by_way in report["share"].items():
+        for way, usage in by_way.items():
+            first, others = usage[0]["seconds"], [each["seconds"] for each in usage[1:]]
+            ranks.add_row(str(count), way, f"{first:.3f}", f"{max(others):.3f}" if others else "none")
+    Console(width=140).print(forms, alone, ranks)
 
 
 if __name__ == "__main__":

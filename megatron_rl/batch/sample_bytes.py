@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from megatron_rl.batch.packing import round_up
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.types import KeptTokens
+from megatron_rl.types import KeptTokens, RemoteColumns
 
 _NUMBERS = ("number", "advantage", "reward", "excluded", "masked", "loss_weight")
 _COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
@@ -31,6 +31,7 @@ _ROW = np.dtype(
 class _Header(NamedTuple):
     samples: int
     columns: list[tuple[str, list[int]]]  # torch's name of the dtype, and shape of a row
+    remotes: list[RemoteColumns | None]  # of each sample
 
 
 _HEADER = TypeAdapter(_Header)
@@ -48,7 +49,7 @@ class SampleBytes:
             rows[name] = [getattr(sample, name) for sample in samples]
         rows["has_kept"] = [sample.kept_tokens is not None for sample in samples]
         rows["lengths"] = np.array([[len(part) for part in column] for column in parts]).T
-        header = _HEADER.dump_json(_Header(len(samples), [_describe(column) for column in parts]))
+        header = _HEADER.dump_json(_Header(len(samples), [_describe(column) for column in parts], [sample.remote for sample in samples]))
         head = len(header).to_bytes(8, "little") + header + rows.tobytes()
         head += bytes(round_up(len(head), _ALIGNMENT) - len(head))
         flat = (part.contiguous().view(-1).view(torch.uint8) for column in parts for part in column if part.numel())
@@ -97,6 +98,7 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
             version_lags=lags[index],
             response_mask=masks[index],
             kept_tokens=KeptTokens(counts[index].numpy(), ids[index].numpy()) if has_kept else None,
+            remote=header.remotes[index],
             **dict(zip(_NUMBERS, values, strict=True)),
         )
         for index, (has_kept, *values) in enumerate(numbers)

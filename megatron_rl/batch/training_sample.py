@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.types import KeptTokens
+from megatron_rl.types import KeptTokens, RemoteColumns
 
 _EMPTY = torch.empty(0)
 _NO_MASK = torch.empty(0, dtype=torch.bool)
@@ -44,6 +44,7 @@ class TrainingSample:
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Number of policy versions between sampling and training, uint8 [A]; empty means 0."""
     teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the teacher model
+    remote: RemoteColumns | None = None  # if set, the engine keeps the response and all its values, which are empty here
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))
@@ -56,11 +57,14 @@ class TrainingSample:
 
     @property
     def length(self) -> int:
-        return self.prompt_ids.numel() + self.response_ids.numel()  # `len` of a tensor is slow
+        response = self.response_ids.numel() if self.remote is None else self.remote.tokens  # `len` of a tensor is slow
+        return self.prompt_ids.numel() + response
 
     @property
     def sampled_count(self) -> int:
         """Number of sampled tokens, A."""
+        if self.remote is not None:
+            return self.remote.tokens
         return int(self.response_mask.sum()) if len(self.response_mask) else len(self.response_ids)
 
     @property

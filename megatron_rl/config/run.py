@@ -78,6 +78,11 @@ class Config(ConfigSection):
         """Return `make_geometry` plus the trained multi-token prediction layers, which are not part of a sync."""
         return replace(self.make_geometry(hf_config), trains_mtp=self.train.mtp_loss_scaling_factor > 0)
 
+    @property
+    def text_markers(self) -> tuple[str, str] | None:
+        """Markers of thoughts that texts of completions keep, or None for the chat template's own."""
+        return None if self.agent is not None or isinstance(self.reward.thinking, str) else self.reward.thinking
+
     def to_eval_sampling(self) -> SamplingParams:
         """Return the sampling options for held-out problems."""
         return replace(self.rollout.to_sampling(), record_kept_tokens=False, **self.eval.model_dump(exclude={"samples"}, exclude_none=True))

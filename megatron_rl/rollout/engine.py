@@ -14,9 +14,10 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import AbortedError, RunError, UserError
+from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.types import Generation, RemoteColumns, SamplingParams
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 from parallel.user_code import IMPORT_SECONDS, contain, describe_error
@@ -95,6 +96,9 @@ class Engine(Protocol):
     ) -> list[Generation]:
         """Return one completion per prompt (int32 token ids), in order. `sampling` applies to all prompts or has one entry per prompt.
         Raise AbortedError soon after `abort` is requested."""
+
+    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
+        """Return the handles of those columns that the engine still keeps. Only asked about columns that it has left out of answers."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""
@@ -209,7 +213,9 @@ def derive_engine_seed(run: int, number: int, version: int, start: int) -> int:
 
 def check_versions(generation: Generation, version: int, staleness: int) -> None:
     """Raise RunError if a token was sampled by a version outside of `version - staleness` to `version`."""
-    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
+    remote = () if generation.remote is None else generation.remote.versions
+    several = [] if generation.versions_T is None else np.unique(generation.versions_T).tolist()
+    sampled_by = {generation.policy_version, *several, *remote}
     if unexpected := sampled_by - set(range(version - staleness, version + 1)):
         expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
         raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
@@ -241,6 +247,12 @@ class EngineLauncher(Protocol):
 
     def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
         """Serve a checkpoint with OpenAI's interface at this port. Print `greeting` when it is up. Raise RunError if it ends by itself."""
+
+    def fetch_columns(
+        self, config: Config, columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], routing: RoutingShape | None
+    ) -> list[Generation]:
+        """Return completions whose columns engines have kept, with the columns. Called on any rank. `prompt_tokens_B`: lengths of their
+        prompts; `routing`: shape of the routing records, or None without them. Raise EngineLostError if an engine is lost."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

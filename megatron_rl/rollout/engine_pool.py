@@ -33,7 +33,7 @@ from megatron_rl.rollout.engine import (
     derive_engine_seed,
     find_engine_launcher,
 )
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.types import Generation, RemoteColumns, SamplingParams
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
@@ -119,6 +119,15 @@ class EnginePool:
             return [generation for part in threads.map(generate, slices) for generation in part]
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
+
+    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
+        """See `Engine.find_columns`. Lost engines keep nothing."""
+        survivors = [replica for replica in self.replicas if replica.lost is None]
+        found, errors = self._call(survivors, lambda _, engine: engine.find_columns(columns_B))
+        for error in errors:
+            if not isinstance(error, EngineLostError):
+                raise error
+        return set(chain.from_iterable(found))
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))

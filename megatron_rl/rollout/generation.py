@@ -77,8 +77,8 @@ class MultiTurnSampler:
             with ThreadPoolExecutor(max(len(dialogues), 1), thread_name_prefix="megatron-rl-dialogue") as threads:
                 list(threads.map(self._converse, dialogues))
         for dialogue in dialogues:
-            *earlier, last = dialogue.completion.dialogue or [self._decode(dialogue, dialogue.completion.output_ids_T)]
-            dialogue.completion.text = "".join([*earlier, cut_at_stop(last, dialogue.sampling.stop)[0]])
+            completion = dialogue.completion
+            completion.text = "".join([*completion.dialogue[:-1], cut_at_stop(completion.text, dialogue.sampling.stop)[0]])
         return [dialogue.completion for dialogue in dialogues]
 
     def close(self) -> None:
@@ -102,7 +102,12 @@ class MultiTurnSampler:
             check_versions(generation, dialogue.version, dialogue.staleness)
             completion = dialogue.completion
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
-            self._append_tokens(dialogue, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
+            completion.text = generation.text if generation.text is not None else self._decode(dialogue, generation.output_ids_T)
+            if generation.remote is not None:
+                completion.remote = replace(generation.remote, trained_at=dialogue.version if dialogue.staleness else None)
+                completion.output_ids_T = generation.output_ids_T
+            else:
+                self._append_tokens(dialogue, completion.text, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
             completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
             completion.prompt_tokens += len(prompt)
@@ -131,10 +136,12 @@ class MultiTurnSampler:
             completion.finish_reason = "length"
             return False
         dialogue.episode = replace(dialogue.episode, turn=completion.num_turns, state=reply.state)
-        self._append_tokens(dialogue, ids, None)
+        self._append_tokens(dialogue, self._decode(dialogue, ids), ids)
         return True
 
-    def _append_tokens(self, dialogue: _Dialogue, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
+    def _append_tokens(
+        self, dialogue: _Dialogue, text: str, ids: np.ndarray, logprobs: np.ndarray | None = None, versions: np.ndarray | None = None
+    ) -> None:
         """Append tokens of the policy, or of the environment if `logprobs` is None. `versions`: None if the newest version sampled all."""
         completion, count = dialogue.completion, len(ids)
         completion.output_ids_T = np.concatenate([completion.output_ids_T, ids])
@@ -144,7 +151,7 @@ class MultiTurnSampler:
             completion.version_lags_T = _extend(completion.version_lags_T, lags.astype(np.uint8))
         if self._environments is not None:
             completion.response_mask_T = _extend(completion.response_mask_T, np.full(count, logprobs is not None))
-            completion.dialogue.append(self._decode(dialogue, ids))
+            completion.dialogue.append(text)
 
     def _decode(self, dialogue: _Dialogue, ids: np.ndarray) -> str:
         return decode_completion(self._tokenizer, ids.tolist(), self._markers, dialogue.sampling.stop)
@@ -180,8 +187,7 @@ def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
     """Return the sampler of a configuration. `resources` owns what it starts."""
     if config.agent is None:
-        thinking = config.reward.thinking
-        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat, None if isinstance(thinking, str) else thinking)
+        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat, config.text_markers)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
 
     return resources.enter_context(AgentSampler(config.agent, engine, tokenizer, config.data))

@@ -126,9 +126,10 @@ def compute_equal_excess(completions: Sequence[Completion]) -> float:
         groups.setdefault(id(completion.problem), []).append(completion)
     equal = expected = 0.0
     for members in groups.values():
-        counts = Counter(np.asarray(completion.output_ids_T).tobytes() for completion in members).values()
+        counts = Counter(each.remote.digest if each.remote else np.asarray(each.output_ids_T).tobytes() for each in members).values()
         equal += sum(count * (count - 1) / 2 for count in counts)
-        likelihood = sum(math.exp(min(float(np.sum(completion.logprobs_T)), 0.0)) for completion in members)
+        sums = (each.remote.logprob_sum if each.remote else float(np.sum(each.logprobs_T)) for each in members)
+        likelihood = sum(math.exp(min(total, 0.0)) for total in sums)
         expected += (len(members) - 1) / 2 * likelihood
     return max(0.0, equal - expected) / math.sqrt(expected + 1)
 
@@ -181,6 +182,8 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
 
 
 def _find_versions(trained_at: int, completion: Completion) -> list[int]:
+    if completion.remote is not None:
+        return [completion.remote.versions[0], completion.remote.versions[-1]]
     lags_T = completion.version_lags_T
     return [trained_at] * 2 if lags_T is None or not len(lags_T) else [trained_at - int(lags_T.max()), trained_at - int(lags_T.min())]
 

@@ -17,7 +17,7 @@ from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
-from megatron_rl.types import Completion, Problem
+from megatron_rl.types import ColumnPlace, Completion, Problem, RemoteColumns
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -62,12 +62,14 @@ class RolloutWorker:
         held_out: list[Problem],
         rewards: Scorer,
         notify: Callable[[str], None] = print,
+        columns: ColumnPlace = "here",
+        find_columns: Callable[[Sequence[RemoteColumns]], set[str]] = lambda columns: set(),
     ) -> None:
-        """`notify` receives warnings."""
+        """`notify` receives warnings. `columns`: where those of completions go; `find_columns`: see `Engine.find_columns`."""
         self._config, self._stream, self._held_out = config, stream, held_out
         self._constant_rewards = ConstantRewards(config, notify)
         self._drawing = threading.Lock()
-        self._groups = GroupSampler(config, sampler, rewards)
+        self._groups, self._columns, self._find_columns = GroupSampler(config, sampler, rewards), columns, find_columns
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
@@ -122,7 +124,7 @@ class RolloutWorker:
         """Sample one round of groups and set their length penalties. Problems of aborted groups are given back to the stream."""
         problems_P, ended = [*draw.rounds[number].values()], draw.ended.setdefault(number, {})
         wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
-        sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
+        sampling, staleness = replace(self._config.rollout.to_sampling(), columns=self._columns), self._config.placement.max_staleness
         job = GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
         rollout = RolloutBatch(*self._groups.sample(problems_P, job, ended))
         if wanted < len(problems_P):
@@ -145,6 +147,19 @@ class RolloutWorker:
             draw.rounds[0] = kept
         return len(aborted)
 
+    def find_lost(self, completions: Sequence[Completion]) -> set[str]:
+        """Return the handles of columns that no engine keeps any more."""
+        remotes = [completion.remote for completion in completions if completion.remote is not None]
+        return {remote.handle for remote in remotes} - self._find_columns(remotes) if remotes else set()
+
+    def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
+        """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""
+        lost = self.find_lost(rollout.completions_B)
+        for ended in draw.ended.values():
+            for number in [number for number, group in ended.items() if any(each.remote and each.remote.handle in lost for each in group)]:
+                del ended[number]
+        return bool(lost)
+
     def observe(self, rollout: RolloutBatch, version: int) -> dict[str, float]:
         """Report the pass rates of a step's groups to the problem stream. Return metrics of the problems that the stream leaves out. Warn
         about rewards without a signal in the first steps."""
@@ -160,7 +175,8 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
-        job = GroupJob(version, "eval", self._config.eval.samples, self._config.to_eval_sampling(), len(self._held_out))
+        sampling = replace(self._config.to_eval_sampling(), columns="none" if self._columns == "remote" else self._columns)
+        job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
             rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
         check_verdicts([completion.reward for completion in rollout.completions_B], self._config.reward)
@@ -190,6 +206,7 @@ def _compute_group_accuracy(group: Sequence[Completion]) -> float:
 class _Step:
     draw: StepDraw
     rollout: Future[RolloutBatch]
+    observed: dict[str, float] | None = None  # what `RolloutWorker.observe` returned, once the trainer has collected it
 
 
 class AsyncRolloutWorker:
@@ -212,6 +229,7 @@ class AsyncRolloutWorker:
         self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
         self._threads = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="megatron-rl-rollout")  # one per step
         self._pending: deque[_Step] = deque()
+        self._collected: _Step | None = None  # the newest that was collected, if engines keep its columns
 
     def begin(self, version: int) -> None:
         """Start generating everything that the trainer may train on when it is at `version`."""
@@ -226,26 +244,34 @@ class AsyncRolloutWorker:
     def collect(self, version: int) -> RolloutBatch:
         """Return the groups for the trainer at `version`, and start generating the groups of later steps. `time/generate` is the time
         waited here, `ahead/generate` and `ahead/reward` the time that sampling and scoring took. Raise the error of the generating
-        threads. After an EngineLostError, call `collect` again once the engines serve again."""
+        threads. After an EngineLostError, here or when replicas fetch columns, call `collect` again once the engines serve again."""
         start = time.perf_counter()
+        if self._collected is not None and self._collected.draw.version == version:
+            self._pending.appendleft(self._collected)
         self.begin(version)
         step = self._pending[0]
         assert step.draw.version == version, f"the groups for version {step.draw.version} are next, not those for {version}"
         try:
             rollout = step.rollout.result()
+            while self._worker.forget_lost(step.draw, rollout):  # with an engine that was lost
+                self._start(step)
+                rollout = step.rollout.result()
         except EngineLostError:
             wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise
         self._pending.popleft()
-        sampling = rollout.sampling | self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
-        return replace(rollout, sampling=sampling, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
+        self._collected = step if any(completion.remote for completion in rollout.completions_B) else None
+        if step.observed is None:
+            step.observed = self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
+        return replace(rollout, sampling=rollout.sampling | step.observed, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
 
     def list_ended_ahead(self) -> Iterator[tuple[int, Completion]]:
         """Yield the completions of later steps that have ended, the last ones first, with the version at which they will be trained on."""
         for step in self._pending:
             groups = [group for by_number in list(step.draw.ended.values()) for group in list(by_number.values())]  # other threads add some
             for group in reversed(groups):
-                yield from ((step.draw.version, member) for member in group)
+                if not any(member.remote for member in group) or not self._worker.find_lost(group):
+                    yield from ((step.draw.version, member) for member in group)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream after the last collected groups."""

@@ -24,6 +24,7 @@ from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainStat
 from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
+from megatron_rl.training.samples import StepSamples
 
 
 class Loop:
@@ -76,11 +77,8 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         """Run one step, from prompts to a proved sync, and return its metrics."""
         config, trainer, phase, version = self._config, self._trainer, self._recorder.phase, step - 1
-        with phase("generate"):
-            rollout = self._sync.run_with_recovery(version, lambda: Rank0(lambda: self._worker.value.collect(version)))
+        samples = self._sync.run_with_recovery(version, lambda: self._collect(step))
         trainer.take_devices()
-        with phase("share"):
-            samples = trainer.share_samples(rollout, step)
         metrics = dict(samples.metrics)
         with phase("logprobs"):
             metrics |= trainer.compute_logprobs(samples)
@@ -113,6 +111,14 @@ class Loop:
         self._state = self._snapshot(step, metrics | self._recorder.seconds)
         with phase("sync"):
             return metrics | self._run_sync(step)
+
+    def _collect(self, step: int) -> StepSamples:
+        """Return this rank's samples of a step. Raise EngineLostError if an engine is lost with the columns of some on their way."""
+        version = step - 1
+        with self._recorder.phase("generate"):
+            rollout = self._sync.run_with_recovery(version, lambda: Rank0(lambda: self._worker.value.collect(version)))
+        with self._recorder.phase("share"):
+            return self._trainer.share_samples(rollout, step)
 
     def _run_sync(self, version: int) -> dict[str, float]:
         """Sync the engines to `version`. They sample for the next step while the weights are being proved."""

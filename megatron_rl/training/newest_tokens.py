@@ -7,6 +7,9 @@ own version sampled. If none has ended yet, the engines answer the canary once m
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
@@ -19,7 +22,7 @@ from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.mismatch import TOKENS, MismatchBound, measure_mismatch
-from megatron_rl.training.samples import to_training_samples
+from megatron_rl.training.samples import fetch_columns, to_training_samples
 
 MOST = 8  # completions that are scored; they cost one small forward pass
 
@@ -37,7 +40,7 @@ class NewestTokens:
         routing: RoutingShape | None = None,
     ) -> None:
         """`routing`: shape of the engine's routing records, or None if they are not replayed."""
-        self._samples_ahead = bool(config.placement.max_staleness)
+        self._config, self._samples_ahead = config, bool(config.placement.max_staleness)
         self._actor, self._worker, self._sync, self._bound, self._routing = actor, worker, sync, bound, routing
 
     def is_needed(self, metrics: dict[str, float]) -> bool:
@@ -51,7 +54,7 @@ class NewestTokens:
     def compare(self, version: int) -> dict[str, float]:
         """Return the mismatch of tokens that `version`, which the trainer holds, has sampled, and how many were compared. Raise RunError if
         it exceeds the bound."""
-        metrics = self._score(version)
+        metrics = self._sync.run_with_recovery(version, lambda: self._score(version))
         self._bound.check(metrics)
         return metrics or {TOKENS: float(self._sync.run_with_recovery(version, lambda: self._sync.ask_canary(version)))}
 
@@ -60,7 +63,7 @@ class NewestTokens:
         chosen = Rank0(lambda: self._choose(version))
         if not run_on_rank0(lambda: len(chosen.value), int):
             return {}
-        own = share_out(chosen.value if is_rank0() else [])
+        own = share_out(chosen.value if is_rank0() else [], fetch=partial(fetch_columns, config=self._config, routing=self._routing))
         for sample, logprobs in zip(own, self._actor.compute_logprobs(own)[0], strict=True):
             sample.old_logprobs = logprobs
         return measure_mismatch(own, combine=reduce.combine)
@@ -70,8 +73,13 @@ class NewestTokens:
         chosen = list[TrainingSample]()
         for trained_at, completion in self._worker.value.list_ended_ahead():
             for sample in to_training_samples(RolloutBatch([completion]), self._routing):
-                sample.version_lags = (sample.version_lags.int() - (trained_at - version)).to(torch.uint8)
-                if bool((sample.version_lags == 0).any()):
+                if sample.remote is not None:
+                    sample.remote = replace(sample.remote, trained_at=version)
+                    is_new = version in sample.remote.versions
+                else:
+                    sample.version_lags = (sample.version_lags.int() - (trained_at - version)).to(torch.uint8)
+                    is_new = bool((sample.version_lags == 0).any())
+                if is_new:
                     chosen.append(sample)
             if len(chosen) >= MOST:
                 break

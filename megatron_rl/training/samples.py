@@ -1,11 +1,13 @@
 """The training samples of a step. Rank 0 makes them from the completions, and each replica receives its share.
 
 Old and reference log-probs and the update of a sample are computed on one replica, so log-probs never leave it. Completions stay on rank 0.
+If engines keep the columns of completions (`megatron_rl.rollout.columns`), a sample is sent without them, and its replica fetches them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,10 @@ from megatron_rl.distributed import Rank0, errors_on_all_ranks, is_rank0, run_on
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.passes.replicas import share_out
+from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics, select_evenly
 from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.types import Generation, RemoteColumns
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import ReplayBuffer
@@ -79,12 +83,12 @@ def share_samples(
     Raises:
         RunError: the engine's routing does not fit `routing`, or a mini-batch has no sample.
     """
-    prepared = Rank0(lambda: _prepare(rollout.take(), step, config, routing, replay))
+    prepared = Rank0(lambda: prepare_samples(rollout.take(), step, config, routing, replay))
     whole = prepared.value if is_rank0() else None
     facts = run_on_rank0(lambda: prepared.value.facts, tuple[int, int, int, list[int], dict[str, float]])
     samples = StepSamples([], *facts) if whole is None else replace(whole, mini_batches=[])
     for mini_batch in [[]] * config.algorithm.updates_per_step if whole is None else whole.mini_batches:
-        samples.mini_batches.append(share_out(mini_batch, attention_length))
+        samples.mini_batches.append(share_out(mini_batch, attention_length, partial(fetch_columns, config=config, routing=routing)))
     if routing is not None:
         with errors_on_all_ranks():  # each replica checks its own records
             for sample in samples.own:
@@ -92,7 +96,9 @@ def share_samples(
     return samples
 
 
-def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingShape | None, replay: ReplayBuffer | None) -> StepSamples:
+def prepare_samples(
+    rollout: RolloutBatch, step: int, config: Config, routing: RoutingShape | None, replay: ReplayBuffer | None
+) -> StepSamples:
     """Return the samples of all replicas. Rank 0."""
     algorithm, group_size, completions, owners = config.algorithm, config.rollout.group_size, rollout.completions_B, list_owners(rollout)
     own = to_training_samples(rollout, routing)
@@ -120,6 +126,29 @@ def _prepare(rollout: RolloutBatch, step: int, config: Config, routing: RoutingS
     rows = build_sample_rows(step, [completions[owner] for owner in chosen], len(chosen))
     shown = [first_samples[owner] for owner in chosen]
     return StepSamples(mini_batches, len(sizes), tokens, sampled, shown, metrics, rewards, excluded, lengths, rows)
+
+
+def fetch_columns(samples: list[TrainingSample], config: Config, routing: RoutingShape | None) -> list[TrainingSample]:
+    """Return samples with the columns that engines keep. Raise EngineLostError if an engine is lost."""
+    columns_B, prompts_B = [each.remote for each in samples if each.remote], [len(each.prompt_ids) for each in samples if each.remote]
+    fetched = iter(find_engine_launcher(config.rollout.engine).fetch_columns(config, columns_B, prompts_B, routing))
+    return [sample if sample.remote is None else _fill(sample, sample.remote, next(fetched)) for sample in samples]
+
+
+def _fill(sample: TrainingSample, remote: RemoteColumns, generation: Generation) -> TrainingSample:
+    lags_T = None
+    if remote.trained_at is not None:
+        versions_T = generation.versions_T
+        lags_T = remote.trained_at - (np.full(remote.tokens, generation.policy_version) if versions_T is None else versions_T)
+    return replace(
+        sample,
+        response_ids=torch.from_numpy(generation.output_ids_T),
+        rollout_logprobs=torch.from_numpy(generation.logprobs_T),
+        routed_experts=_to_tensor(generation.routed_experts_T),
+        kept_tokens=generation.kept_tokens,
+        version_lags=_to_tensor(None if lags_T is None else lags_T.astype(np.uint8)),
+        remote=None,
+    )
 
 
 def _split_rewards(rollout: RolloutBatch, config: Config) -> tuple[dict[str, list[float]], dict[str, float]]:
@@ -159,11 +188,12 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
     if routing is not None:
         for number, (_, each) in enumerate(pairs, 1):
             tokens = len(each.prompt_ids_T) + len(each.output_ids_T)
-            routing.check_shape(each.routed_experts_T, tokens, f"completion {number} of {len(pairs)}")
+            if each.remote is None:
+                routing.check_shape(each.routed_experts_T, tokens, f"completion {number} of {len(pairs)}")
     return [
         TrainingSample(
             torch.from_numpy(each.prompt_ids_T),
-            torch.from_numpy(each.output_ids_T),
+            torch.from_numpy(each.output_ids_T if each.remote is None else each.logprobs_T.astype(np.int32)),
             number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,
@@ -173,6 +203,7 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
             routed_experts=_to_tensor(None if routing is None else each.routed_experts_T),
             kept_tokens=each.kept_tokens,
             version_lags=_sampled(each.version_lags_T, each.response_mask_T),
+            remote=each.remote,
         )
         for number, (completion, each) in enumerate(pairs)
     ]

@@ -41,6 +41,7 @@ from megatron_rl.preflight import TRAIN, Needs, check_on_rank_0
 from megatron_rl.preflight.resumed_run import ResumedRun, describe_change
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.columns import choose_place
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
@@ -224,7 +225,8 @@ class Session:
         self._resources.callback(engines.stop)
         check_vocabulary(engines.read_vocabulary(), tokenizer, config.model.folder, hf_config)
         sampler = make_sampler(config, engines, tokenizer, environments, self._resources)
-        worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify)
+        place = choose_place(config)
+        worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify, place, engines.find_columns)
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead

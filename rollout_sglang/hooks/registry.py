@@ -37,11 +37,11 @@ def check_version() -> None:
 
 
 def _list_hooks() -> list[Hook]:
-    from rollout_sglang import access, answers, rank_handler
+    from rollout_sglang import access, answering, rank_handler
     from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, startup, tree_reduction
 
     hooks: list[Hook] = [
-        ("sglang.srt.entrypoints.http_server.serve_generate_request", answers.answer_in_columns, "AROUND"),
+        ("sglang.srt.entrypoints.http_server.serve_generate_request", answering.answer_in_columns, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", rank_handler.remember_tokenizer, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),

@@ -1,16 +1,21 @@
 """Replicas train only on their own samples, and samples, metrics and weights are those of one process."""
 
 import copy
+from dataclasses import replace
 from unittest import mock
 
 import pytest
+from megatron.core import parallel_state
 from support import training_runs
 from support.models import FP32
 from support.samples import assert_equal_samples, make_samples
 from support.trainer import start
 
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import is_rank0
+from megatron_rl.errors import RunError
 from megatron_rl.mcore.passes import replicas
+from megatron_rl.types import RemoteColumns
 from parallel.layout import Layout
 
 ALL = ("mask", "experts", "kept", "lags")
@@ -34,6 +39,40 @@ def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, count, layout
     assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(count)) and numbers.count(list(shares[0])) * 2 == layout.world_size
     for result, share in zip(results, numbers, strict=True):
         assert_equal_samples(result, [samples[number] for number in share])
+
+
+def scatter_remote(samples, layout, broken):
+    """Like `scatter` of samples whose columns engines keep. `broken`: number of a sample that is lost."""
+    start(layout)
+
+    def fetch(own):
+        assert parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_tensor_model_parallel_rank() == 0
+        if any(each.number == broken for each in own):
+            raise RunError(f"sample {broken} is lost")
+        return [replace(samples[each.number], advantage=each.advantage) for each in own]
+
+    remotes = [RemoteColumns("http://engine", "key", str(each.number), each.sampled_count, "", -1.0, (3, 4), 5) for each in samples]
+    sent = [
+        TrainingSample(sample.prompt_ids, [], sample.advantage, number=sample.number, remote=remote)
+        for sample, remote in zip(samples, remotes, strict=True)
+    ]
+    try:
+        with mock.patch.object(replicas, "PIECE_BYTES", 1000):
+            return copy.deepcopy(replicas.share_out(sent if is_rank0() else [], fetch=fetch))
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("count, layout", [(7, Layout(tp=2, dp=2)), (7, Layout(pp=2, dp=2)), (1, Layout(tp=2, dp=2))])
+def test_the_first_rank_of_a_replica_fetches_columns_for_all_of_its_ranks(worlds, count, layout):
+    samples = make_samples([(1 + number % 4, 3 * number % 11 + 4) for number in range(count)], ("experts", "kept", "lags"))
+    results = worlds(layout.world_size).call(scatter_remote, samples, layout, None)
+    numbers = [[sample.number for sample in result] for result in results]
+    shares = sorted({tuple(share) for share in numbers})
+    assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(count)) and numbers.count(list(shares[0])) * 2 == layout.world_size
+    for result, share in zip(results, numbers, strict=True):
+        assert_equal_samples(result, [samples[number] for number in share])
+    assert worlds(layout.world_size).call(scatter_remote, samples, layout, count - 1) == [f"sample {count - 1} is lost"] * 4
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"name": "rloo", "updates_per_step": 1, "calibrate_every": 0}], ids=["grpo", "rloo"])

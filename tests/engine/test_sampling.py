@@ -11,8 +11,10 @@ from support import trainer_engine
 from support.models import random_sequences
 from support.trainer_engine import current
 
+from examples.arithmetic.byte_tokenizer import SPECIAL_TOKENS
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import SamplingParams
 
@@ -120,3 +122,11 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_keeps_it
         [cut] = unified.call(trainer_engine.ask, "engines.generate", [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
         assert (cut.output_ids_T.tolist(), cut.finish_reason) == (answer[: place + 2], "length")
     assert found, "the weights are random, and those that earlier tests left"
+
+
+def test_the_engines_server_decodes_what_rank_0_would(unified, checkpoint):
+    tokenizer, hot = load_tokenizer(checkpoint), SamplingParams(4.0, 8 * TOKENS)
+    kept = replace(hot, stop=(f"{SPECIAL_TOKENS[1]}never written",))  # tokens in a stop text stay in the text
+    for answers, params in zip(sample(unified, hot, kept), (hot, kept), strict=True):
+        texts = [decode_completion(tokenizer, each, None, params.stop) for each in tokens(answers)]
+        assert [answer.text for answer in answers] == texts and len("".join(texts)) > 100

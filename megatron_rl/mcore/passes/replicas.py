@@ -1,11 +1,12 @@
 """Distribution of samples to data-parallel replicas: the tensor-, pipeline- and context-parallel ranks that train on the same samples.
 
 Rank 0 sends each replica its samples in pieces of bounded size. They go to the replica's first rank, along its pipeline, and from there
-to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share.
+to all ranks of each stage. No rank but rank 0 ever holds more than its replica's share. If engines keep the columns of samples, every
+replica's first rank fetches those of its share and sends them the same way.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -15,9 +16,10 @@ from megatron.core import parallel_state
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.sample_bytes import SampleBytes, read_samples
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, is_rank0, run_on_rank0
 
 PIECE_BYTES = 16 << 20
+Fetch = Callable[[list[TrainingSample]], list[TrainingSample]]
 
 
 def select_own(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -31,22 +33,40 @@ def _deal(samples: Sequence[TrainingSample], attention_length: float) -> list[li
     return [[samples[index] for index in share] for share in shares]
 
 
-def share_out(samples: Sequence[TrainingSample], attention_length: float = math.inf) -> list[TrainingSample]:
+def share_out(samples: Sequence[TrainingSample], attention_length: float = math.inf, fetch: Fetch = list) -> list[TrainingSample]:
     """Send each replica its share of rank 0's samples; return this replica's, without fields that the trainer computes, as views of one
-    buffer. What other ranks pass does not matter. Collective."""
+    buffer. What other ranks pass does not matter. `fetch`: returns samples with the columns that engines keep. Collective."""
     outgoing = [SampleBytes(share) for share in _deal(samples, attention_length)] if is_rank0() else []
-    sizes = run_on_rank0(lambda: [samples.total for samples in outgoing], list[int])
+    what = run_on_rank0(lambda: ([share.total for share in outgoing], any(each.remote for each in samples)), tuple[list[int], bool])
+    sizes, is_remote = what
     replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    own = torch.empty(sizes[replica], dtype=torch.uint8)
     for target in range(1, len(outgoing)):
         for piece in outgoing[target].iterate(PIECE_BYTES):
             _on_device(piece, partial(dist.send, dst=firsts[target]))
-    pieces = outgoing[0].iterate(PIECE_BYTES) if outgoing else None
-    for part in own.split(PIECE_BYTES):
+    own = read_samples(_pass_all(sizes[replica], outgoing[0].iterate(PIECE_BYTES) if outgoing else None))
+    return _fetch(own, fetch) if is_remote else own
+
+
+def _fetch(own: list[TrainingSample], fetch: Fetch) -> list[TrainingSample]:
+    """Return this replica's samples with their columns, which its first rank fetches and passes on. Collective."""
+    whole = None
+    with errors_on_all_ranks():
+        if parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
+            whole = SampleBytes(fetch(own))
+    size = torch.tensor([0 if whole is None else whole.total])
+    _on_device(size, partial(_pass_on, received=True))
+    return read_samples(_pass_all(int(size), None if whole is None else whole.iterate(PIECE_BYTES), received=True))
+
+
+def _pass_all(size: int, pieces: Iterator[torch.Tensor] | None, received: bool = False) -> torch.Tensor:
+    """Return a replica's samples as `size` bytes. `pieces`: all bytes, on the rank that has them: rank 0, or with `received` the replica's
+    first rank."""
+    data = torch.empty(size, dtype=torch.uint8)
+    for part in data.split(PIECE_BYTES):
         if pieces is not None:
             part.copy_(next(pieces))
-        _on_device(part, partial(_pass_on, received=pieces is not None))
-    return read_samples(own)
+        _on_device(part, partial(_pass_on, received=received or pieces is not None))
+    return data
 
 
 def _pass_on(data: torch.Tensor, received: bool) -> None:

@@ -136,8 +136,9 @@ class AgentSampler:
         hang_watchdog.enter_phase("generate")
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
-        text, stop = cut_at_stop(self._format.decode(generation.output_ids_T, planned.sampling.stop), planned.sampling.stop)
-        content, calls, malformed = self._read(generation, request, text.removesuffix(stop), planned.sampling.stop)
+        stops = planned.sampling.stop
+        text, stop = cut_at_stop(generation.text or self._format.decode(generation.output_ids_T, stops), stops)
+        content, calls, malformed = self._read(generation, request, text.removesuffix(stop), stops)
         return episode.add(planned, generation, content, calls, malformed, stop)
 
     def _read(

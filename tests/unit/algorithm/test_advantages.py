@@ -21,7 +21,7 @@ from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.errors import RunError
 from megatron_rl.plugs import ADVANTAGES
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.training.samples import _prepare, _split_rewards
+from megatron_rl.training.samples import _split_rewards, prepare_samples
 from megatron_rl.types import Completion, Problem, Reward
 
 MATH, FORMAT = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 1.0, 1.0, 1.0]
@@ -79,7 +79,7 @@ def _prepare_group(rewards: list[float], penalties: list[float], **algorithm: ob
     for member, reward in zip(members, rewards, strict=True):
         failed = Reward(0.0, False, error="timed out", excluded=True)
         member.reward = failed if math.isnan(reward) else Reward(reward, reward > 0, parts={"math": reward, "exact": 0.0})
-    (batch,) = _prepare(RolloutBatch(members, {"ahead/generate": 1.0}), 1, config, None, None).mini_batches
+    (batch,) = prepare_samples(RolloutBatch(members, {"ahead/generate": 1.0}), 1, config, None, None).mini_batches
     return [sample.advantage for sample in batch]
 
 

@@ -22,11 +22,11 @@ from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.metrics import compute_rollout_metrics
+from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
+from megatron_rl.types import Completion, Generation, Problem, RemoteColumns, Reward, SamplingParams
 
 
 class Lengths:
@@ -39,6 +39,7 @@ class Lengths:
     def __init__(self) -> None:
         self.version, self.fails, self.ended, self.aborted = 0, 0, list[int](), list[int]()
         self.patience = math.inf
+        self.keeps: set[str] | None = None  # handles of kept columns, or None if columns come with the answers
         self.slow = threading.Event()
         self.lock = threading.Lock()
 
@@ -59,7 +60,15 @@ class Lengths:
         with self.lock:
             self.ended.append(number)
             versions = np.array([began, self.version])
+            if self.keeps is not None:
+                handles = [f"{number}/{len(self.ended)}/{member}" for member in range(len(prompts_B))]
+                self.keeps.update(handles)
+                columns = [RemoteColumns("", "", handle, 2, handle, -3.0, (began, self.version)) for handle in handles]
+                return [Generation(versions[:0], versions[:0], "stop", self.version, remote=each, text="") for each in columns]
         return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
+
+    def find_columns(self, columns_B):
+        return {columns.handle for columns in columns_B} & self.keeps
 
 
 def tokenizer_of(encode):
@@ -79,7 +88,8 @@ class Run:
         self.engine = Lengths()
         tokenizer = tokenizer_of(lambda text, add_special_tokens: [int(text)])
         self.scored: list[str] = []
-        worker = RolloutWorker(changed, MultiTurnSampler(self.engine, tokenizer), stream, [], self)  # type: ignore[arg-type]
+        sampler = MultiTurnSampler(self.engine, tokenizer)  # type: ignore[arg-type]
+        worker = RolloutWorker(changed, sampler, stream, [], self, find_columns=self.engine.find_columns)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
         self.trained: list[list[str]] = []
         self.sampling: list[dict[str, float]] = []
@@ -241,6 +251,47 @@ def test_the_trainer_reports_how_long_it_waited_and_not_how_long_generation_took
     assert rollout.sampling["sampling/rounds"] == 1
     rollout.seconds["ahead/generate"] = 2.0
     assert compute_rollout_metrics(rollout)["tokens/per_second"] == 8
+
+
+def test_groups_whose_columns_went_with_an_engine_are_sampled_again():
+    run = Run(1, 3)
+    run.engine.keeps = set()
+    run.step(0)
+    until(lambda: len(run.engine.ended) >= 4, 60, "the next step")
+    run.engine.keeps.remove(next(handle for handle in run.engine.keeps if handle.startswith("3/")))
+    run.step(1)
+    run.ahead.close()
+    assert run.trained == [["0", "1"], ["2", "3"]] and [run.engine.ended.count(number) for number in range(4)] == [1, 1, 1, 2]
+
+
+def test_a_step_whose_columns_are_lost_on_their_way_is_collected_again_and_observed_once():
+    run, observed = Run(0, 3), []
+    run.engine.keeps = set()
+    run.ahead._worker.observe = lambda rollout, version: observed.append(version) or {}
+    run.step(0)
+    run.step(1)
+    run.engine.keeps = {handle for handle in run.engine.keeps if not handle.startswith("2/")}
+    again = run.ahead.collect(1).completions_B
+    assert run.ahead.snapshot()()["position"] == 4
+    run.step(2)
+    run.ahead.close()
+    assert run.trained == [["0", "1"], ["2", "3"], ["4", "5"]] and observed == [0, 1, 2]
+    assert [member.problem.id for member in again[::4]] == ["2", "3"]
+    assert [run.engine.ended.count(number) for number in range(6)] == [1, 1, 2, 1, 1, 1]
+
+
+def test_a_kept_completion_counts_like_another_one():
+    run = Run(1, 2)
+    run.engine.keeps = set()
+    run.engine.slow.set()
+    run.ahead.begin(0)
+    rollout = run.ahead.collect(0)
+    run.ahead.close()
+    metrics = compute_rollout_metrics(rollout)
+    assert (metrics["tokens/generated"], metrics["length/max"], metrics["groups/equal_excess"]) == (16.0, 2.0, 0.0)
+    samples = to_training_samples(rollout)
+    assert [(each.length, each.sampled_count, len(each.response_ids), each.remote.trained_at) for each in samples] == [(3, 2, 0, 0)] * 8
+    assert build_sample_rows(1, rollout.completions_B, 1)[0]["versions"] == [0, 0]
 
 
 class Engine:

@@ -103,7 +103,7 @@ class FakeEngine:
 
     def generate(self, prompts_B, sampling, abort=None):
         self.sampling += sampling
-        return [Generation([ord("a") + index], [-1.0], "stop", self.version) for index in range(len(prompts_B))]
+        return [Generation(np.array([ord("a") + index]), np.array([-1.0]), "stop", self.version) for index in range(len(prompts_B))]
 
 
 class FakeRewards:

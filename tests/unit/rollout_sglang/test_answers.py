@@ -12,7 +12,8 @@ import pytest
 
 from megatron_rl.errors import RunError
 from megatron_rl.types import Generation
-from rollout_sglang.answers import MEDIA_TYPE, Answer, answer_in_columns, pack_answers, parse_generation, read_answers, read_kept_tokens
+from rollout_sglang.answering import answer_in_columns
+from rollout_sglang.answers import MEDIA_TYPE, Answer, pack_answers, parse_generation, read_answers, read_kept_tokens
 
 
 def response(spans: list[tuple[str, int, int]], tokens: int, **more: Any) -> dict:

@@ -16,7 +16,7 @@ from megatron_rl.rollout.worker import AsyncRolloutWorker, StepDraw, _Step
 from megatron_rl.training import newest_tokens
 from megatron_rl.training.mismatch import MISMATCH, TOKENS, UNCOMPARED_STEPS, MismatchBound
 from megatron_rl.training.newest_tokens import MOST, NewestTokens
-from megatron_rl.types import Completion, Problem
+from megatron_rl.types import Completion, Problem, RemoteColumns
 
 VERSION = 5
 PROBLEM = Problem("p", "p", "")
@@ -49,7 +49,7 @@ def make(monkeypatch, groups: list[list[Completion]], bound: float = 0.0, ahead:
     algorithm = {"correction": "tis"}
     config = Config.model_validate({"model": {"path": "m"}, "placement": placement, "algorithm": algorithm}, strict=False)
     sync: Any = SimpleNamespace(ask_canary=ask_canary, run_with_recovery=lambda version, work: work())
-    monkeypatch.setattr(newest_tokens, "share_out", list)
+    monkeypatch.setattr(newest_tokens, "share_out", lambda samples, fetch: list(samples))
     monkeypatch.setattr(newest_tokens.reduce, "combine", lambda totals: totals)
     actor: Any = SimpleNamespace(compute_logprobs=compute_logprobs)
     exact = MismatchBound(SyncConfig(max_mismatch=bound), True, print)
@@ -65,6 +65,17 @@ def test_tokens_of_the_trainers_version_are_compared_and_older_ones_are_not(monk
     mixed[0].logprobs_T[2] = -1.5
     with pytest.raises(RunError, match=r"^the mismatch of rollout and trainer is 0\.5 nats"):
         newest.compare(VERSION)
+
+
+def test_columns_at_the_engines_are_fetched_with_lags_from_the_trainers_version(monkeypatch):
+    group = [completion([]) for _ in range(3)]
+    for member, versions in zip(group, [(VERSION - 1,), (VERSION - 1, VERSION), (VERSION,)], strict=True):
+        member.remote = RemoteColumns("", "", str(versions), 4, "", -1.0, versions, VERSION + 1)
+    newest, _ = make(monkeypatch, [group])
+    newest._worker.value._worker = SimpleNamespace(find_lost=lambda members: set())
+    assert [(each.remote.versions, each.remote.trained_at) for each in newest._choose(VERSION)] == [((4, 5), VERSION), ((5,), VERSION)]
+    newest._worker.value._worker.find_lost = lambda members: {"an engine was lost"}
+    assert newest._choose(VERSION) == []
 
 
 def test_few_of_the_last_groups_are_scored(monkeypatch):

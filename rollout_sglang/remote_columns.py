@@ -1,0 +1,146 @@
+"""Columns that stay at the engine: its server keeps the arrays of an answer, and rank 0 gets only their length, a digest of the tokens, and
+the sum of the log-probs. The ranks that train on the completion fetch the arrays, so they never pass rank 0.
+
+The server drops the columns of a policy version once no trainer takes them any more: when an answer comes that is more than
+`placement.max_staleness` versions newer. It therefore holds what rank 0 would hold, divided by the number of engines."""
+
+import asyncio
+import functools
+import hashlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import numpy as np
+
+from megatron_rl.config.hosts import is_loopback
+from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.redaction import hold
+from megatron_rl.types import ColumnPlace, Generation, RemoteColumns
+from parallel.transport.process_group import runs_on_one_node
+from rollout_sglang.access import KEEP_ALIVE_SECONDS
+from rollout_sglang.answers import IDS, LOGPROBS, MEDIA_TYPE, Answer, Remains, read_answers, read_generation
+
+HEADER = "x-megatron-rl-columns"
+FETCH, FIND = "/megatron_rl/columns", "/megatron_rl/find_columns"
+_TRIES, _WAIT_SECONDS, _THREADS = 3, 1.0, 8
+
+
+class ColumnStore:
+    """The columns in an engine's server. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[str, Answer] = {}  # in order of arrival
+
+    def leave(self, answer: Answer, place: ColumnPlace, staleness: int) -> Answer:
+        """Keep the columns of an answer as `place` says. Return what remains."""
+        if place == "here" or not answer.version:  # the engine has dropped the completion
+            return answer
+        handle = "" if place == "none" else uuid.uuid4().hex
+        with self._lock:
+            for old in [known for known, kept in self._answers.items() if int(kept.version) + staleness < int(answer.version)]:
+                del self._answers[old]
+            if handle:
+                self._answers[handle] = answer
+        logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
+        remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
+        about = answer.finish, answer.version, answer.spans, answer.cached_tokens
+        ids = answer.ids if place == "but_ids" else bytearray()
+        return Answer(*about, ids, bytearray(), text=answer.text, remains=remains)
+
+    def get(self, handles: Sequence[str]) -> list[Answer | None]:
+        """Return the kept answers, or None for those that were dropped."""
+        with self._lock:
+            return [self._answers.get(handle) for handle in handles]
+
+
+store = ColumnStore()  # of this server
+
+
+def compute_digest(answer: Answer) -> str:
+    """Return a digest of the tokens of an answer with columns."""
+    return hashlib.blake2b(answer.ids, digest_size=16).hexdigest()
+
+
+def add_routes(app: Any) -> None:
+    """Let a server that has not started yet give columns away."""
+    from starlette.responses import JSONResponse, Response
+
+    async def fetch(request: Any) -> Any:
+        answers = store.get(await request.json())
+        return Response(await asyncio.to_thread(msgspec.msgpack.encode, answers), media_type=MEDIA_TYPE)
+
+    async def find(request: Any) -> Any:
+        handles = await request.json()
+        return JSONResponse([handle for handle, kept in zip(handles, store.get(handles), strict=True) if kept is not None])
+
+    app.add_route(FETCH, fetch, methods=["POST"])
+    app.add_route(FIND, find, methods=["POST"])
+
+
+def ask_to_leave(place: ColumnPlace, staleness: int) -> dict[str, str]:
+    """Return the headers with which a client says where columns stay."""
+    return {} if place == "here" else {HEADER: json.dumps([place, staleness])}
+
+
+def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
+    place, staleness = json.loads(headers.get(HEADER, '["here", 0]'))
+    return place, staleness
+
+
+def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
+    """Return where the columns of an engine at `url` go. Replicas on other nodes cannot reach an engine that listens on loopback, as those on
+    rank 0's node do: its columns go through rank 0."""
+    return "here" if is_loopback(urlsplit(url).hostname or "") and not runs_on_one_node() else wanted
+
+
+def fetch_columns(
+    columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], records_kept: bool, routing: RoutingShape | None, timeout: float
+) -> list[Generation]:
+    """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
+    RunError if it gives other columns."""
+    by_server: dict[tuple[str, str], list[int]] = {}
+    for number, columns in enumerate(columns_B):
+        by_server.setdefault((columns.url, columns.key), []).append(number)
+
+    def fetch(server: tuple[str, str], numbers: list[int]) -> list[Answer | None]:
+        return _ask(*server, [columns_B[number].handle for number in numbers], timeout)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="megatron-rl-columns") as threads:
+        found = list(threads.map(fetch, by_server.keys(), by_server.values()))
+    generations: dict[int, Generation] = {}
+    for (url, _), numbers, answers in zip(by_server.keys(), by_server.values(), found, strict=True):
+        for number, answer in zip(numbers, answers, strict=True):
+            if answer is None or compute_digest(answer) != columns_B[number].digest:
+                what = "no longer has the tokens of a completion" if answer is None else "has other tokens of a completion than it told"
+                raise RunError(f"the engine at {url} {what}; checkpoint.resume=auto continues from the last checkpoint")
+            generations[number] = read_generation(answer, prompt_tokens_B[number], routing, records_kept, True)
+    return [generations[number] for number in range(len(columns_B))]
+
+
+@functools.cache
+def _connect() -> httpx.Client:
+    """Return this process's client. Making one costs 50 ms."""
+    return httpx.Client(limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS))
+
+
+def _ask(url: str, key: str, handles: list[str], timeout: float) -> list[Answer | None]:
+    hold(key)
+    for attempt in range(_TRIES):
+        try:
+            response = _connect().post(f"{url}{FETCH}", json=handles, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
+            response.raise_for_status()
+            return read_answers(response.content)
+        except (httpx.HTTPError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        time.sleep(_WAIT_SECONDS * (attempt + 1 < _TRIES))
+    raise EngineLostError(f"the engine at {url} does not give the tokens of {len(handles)} completions ({reason})")
