@@ -98,8 +98,8 @@ def read_place(headers: Mapping[str, str]) -> tuple[ColumnPlace, int]:
 
 
 def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
-    """Return where the columns of an engine at `url` go. Replicas on other nodes cannot reach an engine that listens on loopback, as those on
-    rank 0's node do: its columns go through rank 0."""
+    """Return where the columns of an engine at `url` go: through rank 0 if it listens on loopback, as those on rank 0's node do, and
+    replicas on other nodes cannot reach it; else as wanted."""
     return "here" if is_loopback(urlsplit(url).hostname or "") and not runs_on_one_node() else wanted
 
 
