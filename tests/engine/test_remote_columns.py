@@ -1,4 +1,5 @@
-"""Columns that stay at real engines: a replica fetches what the engine would have answered, and a run goes on without a lost engine's."""
+"""Columns that stay at real engines: a replica fetches what the engine would have answered, and a run that loses an
+engine with columns has the numbers of one that does not."""
 
 import pytest
 from support import train_command, trainer_engine
@@ -8,6 +9,20 @@ from support.trainer_engine import current
 from megatron_rl.types import SamplingParams
 from rollout_sglang.remote_columns import fetch_columns
 
+CHANGES = {
+    "train.layout.dp": 2,
+    "train.steps": 4,
+    "reward.function": "math",  # not an own function, which would get token ids
+    "reward.max_error_share": 1.0,
+    "rollout.sglang": '{log_level = "info"}',
+    "log.samples": 8,
+}
+LEARNING = {
+    "warm_start.batch_size": 16,
+    "warm_start.steps": 80,  # so that some answers earn something, and the weights move
+    "rollout.group_size": 4,
+    "data.settings.levels": "[1]",
+}
 PROMPTS = [sample.prompt_ids for sample in random_sequences(6, seed=17)]
 
 
@@ -38,25 +53,37 @@ def test_a_replica_fetches_what_the_engine_would_have_answered(unified):
         assert left.remote.logprob_sum == float(whole.logprobs_T.sum())
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_run_with_replicas_goes_on_if_its_engine_is_lost_with_columns(tmp_path):
-    changes = {
-        "train.layout.dp": 2,
-        "train.steps": 4,
-        "placement.kind": "disaggregated",
-        "placement.max_staleness": 1,
-        "algorithm.correction": "tis",
-        "reward.function": "math",
-        "reward.max_error_share": 1.0,
-        "rollout.sglang": '{log_level = "info"}',
-    }
-    with train_command.train(tmp_path, changes, launcher=train_command.TORCHRUN) as command:
-        train_command.wait_for_rows(command, tmp_path, 2)
-        train_command.kill_engine(command)
+def run_and_kill(folder, changes, kills=True):
+    """Return the folder of a run of two replicas whose engine is killed after the first step, when it keeps columns of the next one."""
+    with train_command.train(folder, CHANGES | changes, launcher=train_command.TORCHRUN) as command:
+        if kills:
+            train_command.wait_for_rows(command, folder, 2)
+            train_command.kill_engine(command)
         done = command.wait(train_command.LONG)
     assert done.code == 0, done.err
-    run = train_command.latest(tmp_path)
-    assert (run / "engine.log").read_text().count("POST /megatron_rl/columns") >= 6 and "is lost" in (run / "run.log").read_text()
-    mismatches = [row["mismatch/abs_max"] for row in train_command.read_rows(run)[1:]]
-    assert mismatches == [0.0] * 4, "replicas have the tokens and log-probs of the engine"
+    run = train_command.latest(folder)
+    assert ("is lost" in (run / "run.log").read_text()) == kills
+    assert (run / "engine.log").read_text().count("POST /megatron_rl/columns") >= 2 * 4 - 2 * kills
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_run_whose_engine_is_lost_with_columns_has_the_rows_of_one_that_nothing_happened_to(tmp_path):
+    straight, killed = (run_and_kill(tmp_path / name, LEARNING, name == "killed") for name in ("straight", "killed"))
+    rows, samples = train_command.read_numbers(straight), train_command.read_rows(straight, "samples.jsonl")
+    assert rows == train_command.read_numbers(killed)
+    assert samples == train_command.read_rows(killed, "samples.jsonl") and len(samples) == 4 * 8
+    assert sum(row["reward/std"] > 0 for row in rows[1:]) >= 2
+    assert [row["mismatch/abs_max"] for row in rows[1:]] == [0.0] * 4, "replicas have the tokens and log-probs of the engine"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_run_that_samples_ahead_goes_on_with_tokens_that_are_not_too_old(tmp_path):
+    """Lost groups are sampled again by the newest weights, so the rows are others."""
+    ahead = {"placement.kind": "disaggregated", "placement.max_staleness": 1, "algorithm.correction": "tis"}
+    rows = train_command.read_rows(run_and_kill(tmp_path, ahead))[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and sum(row["engine/restarts"] for row in rows) == 1
+    assert all(row["staleness/max"] <= 1 and row["mismatch/tokens"] > 0 for row in rows)
+    assert {row.get("mismatch/abs_max", 0.0) for row in rows} == {0.0}, "a step without this has asked the canary"
