@@ -42,8 +42,7 @@ def _list_softmax(shapes: RankShapes, kind: SoftmaxAttention) -> Iterator[Operat
     model, b, w = shapes.job.model, shapes.job.high_bytes, shapes.operand_bytes
     T, (q, kv) = shapes.tokens, _head_widths(kind, shapes.layout.tp)
     yield Operator(column_input(shapes, model.hidden, "linear_qkv"))
-    angles = 4 * kind.head_dim * kind.rope.share if shapes.cpu else 0  # cosines and sines
-    rotated = T * b * (q + kv + angles)
+    rotated = T * b * (q + kv)
     heads, groups = kind.heads / shapes.layout.tp, max(1.0, kind.kv_heads / shapes.layout.tp)
     fused = not shapes.cpu and kind.rope.share == 1 and kind.head_dim & (kind.head_dim - 1) == 0  # `kernels.heads.reference`
     if kind.qk_norm and not fused:
@@ -80,7 +79,7 @@ def _list_delta(shapes: RankShapes, kind: GatedDeltaNet) -> Iterator[Operator]:
     yield Operator(column_input(shapes, shapes.job.model.hidden, "in_proj_qkvz"))
     moved, states = T * b * (c + 2 * heads + v), 4 * math.ceil(T / SPAN) * v * kind.k_dim
     if shapes.cpu:
-        kept = T * (c * (b + 4) + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads))
+        kept = T * (c * (b + 4) + v * b + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads))
         norm = 4 * T * (6 * v + heads)
     else:
         kept = T * (b * (2 * c + 2 * heads) + 4 * v) + states

@@ -46,7 +46,7 @@ def test_logits_of_hybrid_models_are_nearer_to_float64_than_those_of_transformer
     theirs = transformers_process.call(transformers_reference.logits, folder, ids)[0]
     ours = worlds(1).call(trainer.logits, folder, FP32, ids)[0]
     error, reference_error = (((found - exact).square().mean() / exact.square().mean()).sqrt() for found in (ours, theirs))
-    assert 1e-8 < error < 2e-6 and error < reference_error, f"{error:.3g}, transformers {reference_error:.3g}"
+    assert 1e-8 < error < reference_error < 4e-6, f"{error:.3g}, transformers {reference_error:.3g}"  # a CPU with AMX rounds more often
 
 
 def test_logprobs_of_a_text_equal_transformers(folder, worlds, transformers_process):

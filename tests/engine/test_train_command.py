@@ -144,11 +144,11 @@ def test_a_mixture_of_data_sets_is_drawn_by_weight_and_scored(runs):
     assert all(float(sample["answer"]).is_integer() for sample in samples)
 
 
-def test_on_shared_devices_the_engine_has_its_cache_in_its_own_turn_only(runs):
-    """The cache takes 64 MiB each for keys and values."""
+def test_on_shared_devices_the_engines_cache_takes_what_it_holds(runs):
+    """Keys and values of all tokens would take 64 MiB each."""
     row = read_rows(runs.run)[-1]
-    assert row["memory/engine_generate_mb"] - row["memory/engine_train_mb"] > 100, row
-    assert row["memory/engine_sync_mb"] - row["memory/engine_train_mb"] > 100, row
+    generate, train, sync = (row[f"memory/engine_{phase}_mb"] for phase in ("generate", "train", "sync"))
+    assert train <= generate + 5 and max(generate, sync) - train < 50, row
 
 
 def test_its_checkpoint_is_exported(runs, tmp_path):

@@ -59,11 +59,11 @@ def strike_at_call(work, engines, number, call, fault):
     """Do `work` with a fault of the engine before it is asked `call` for the first time: a path, or a verb of its ranks. Collective."""
     request, struck = SGLangEngine._request, []
 
-    def strike_and_ask(engine, path, body, *args):
+    def strike_and_ask(engine, path, body, *args, **named):
         asked = json.loads(body["action"].removeprefix(PREFIX))["verb"] if path == "/weights_checker" else path
         if asked == call and not struck and engine is engines.value.replicas[number].engine:
             struck.append(_FAULTS[fault](engines.value, number))
-        return request(engine, path, body, *args)
+        return request(engine, path, body, *args, **named)
 
     with mock.patch.object(SGLangEngine, "_request", strike_and_ask):
         return work(), len(struck)

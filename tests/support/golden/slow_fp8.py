@@ -99,4 +99,4 @@ def assert_product(got, left, right):
     """Check that `got` is `left @ right` up to the rounding of FP32 sums, which is far below one FP8 step of any term."""
     assert got.shape == (len(left), right.shape[1])
     error = np.abs(got.double().numpy() - left @ right)
-    assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"largest error {error.max()}"
+    assert (error <= 2e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"largest error {error.max()}"

@@ -233,7 +233,8 @@ class Letters:
             for prompt in map(self.decode, prompts_B, [True] * len(prompts_B)):
                 if prompt == self.failing:
                     raise RunError("the engine is gone")
-                result.append(Generation(self.encode(f"{prompt} #### {self.seen.get(prompt, 0)}", False), [], "stop", 0))
+                ids = self.encode(f"{prompt} #### {self.seen.get(prompt, 0)}", False)
+                result.append(Generation(np.array(ids, np.int32), [], "stop", 0))
                 self.seen[prompt] = self.seen.get(prompt, 0) + 1
             return result
 

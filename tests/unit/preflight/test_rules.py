@@ -386,7 +386,7 @@ MISTAKES = [
            machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2, scene=use_hopper),
     refuse("rollout.engine = 'sglang': does not start on a GPU without flashinfer-python (not installed); bash launch/install_gpu.sh",
            machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2, scene=lambda patch: use_hopper(patch, "sgl_kernel")),
-    refuse("rollout.sglang.attention_backend: is FlashAttention 3 by default on a Hopper GPU, and the installed sglang-kernel has",
+    refuse("rollout.sglang.attention_backend: is not set, and the installed sglang-kernel has",
            machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2,
            scene=lambda patch: use_hopper(patch, "sgl_kernel", "flashinfer")),
     refuse("rollout.sglang.attention_backend = 'triton': adds up in an order of its own, but precision.reduction = 'tree' asks for the",

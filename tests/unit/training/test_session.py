@@ -41,8 +41,8 @@ def test_engines_start_when_the_trainer_holds_as_much_memory_as_in_a_sync(calls,
     run.folder, run.resume_point, run.log = tmp_path, None, MagicMock()
     run._build_loop()
     order = [name for name, *_ in calls.mock_calls]
-    assert order.count("start_engines") == 1
-    before = order[: order.index("start_engines")]
+    assert order.count("start_empty_engines") == 1
+    before = order[: order.index("start_empty_engines")]
     assert before.index("load_actor") < before.index("load_reference")
     assert ("actor.offload_optimizer" in before) == ("critic.offload_optimizer" in before) == (kind == "colocated")
 
