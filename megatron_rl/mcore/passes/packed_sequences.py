@@ -22,7 +22,6 @@ class PackedRowParams(PackedSeqParams):
     shard: ContextShard | None = None  # this context-parallel rank's positions of the row
     positions: torch.Tensor | None = None  # int64 [t / cp]: position of each token in its sequence
     rotation: Rotation | RoundedRotation | None = None  # rotation of queries and keys, created by the first layer that needs it
-    angles: torch.Tensor | None = None  # the same for Megatron's rotation
 
     def make_rotation(
         self, angles: torch.Tensor, interleaved: bool, scale: float = 1.0, rounded_to: torch.dtype | None = None
@@ -33,13 +32,6 @@ class PackedRowParams(PackedSeqParams):
             given = angles, self.positions, interleaved, scale
             self.rotation = Rotation.from_angles(*given) if rounded_to is None else RoundedRotation.from_angles(*given, rounded_to)
         return self.rotation
-
-    def spread_angles(self, angles: torch.Tensor) -> torch.Tensor:
-        """Return the angles of all positions of the row, of all context-parallel ranks, from those of a sequence `[positions, ...]`. With
-        the angles of a sequence, Megatron would rotate one sequence after the other, which takes seven times as long."""
-        if self.angles is None:
-            self.angles = torch.cat([angles[:length] for length in self.lengths])
-        return self.angles
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None, window: int

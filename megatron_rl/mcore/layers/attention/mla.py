@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import ColumnParallelLinear, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
@@ -90,16 +89,9 @@ class LatentAttention(MLASelfAttention):
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
         angles = self.rotary_pos_emb(length, packed_seq=True)
         angles, mscale = angles if self.config.rope_type == "yarn" else (angles, 1.0)
-        if rotates_rows(hidden_states):  # Megatron's angles are repeated twice
-            return row.make_rotation(angles[:, 0, 0, : angles.shape[-1] // 2], interleaved=True, scale=mscale).rotate
-        angles = row.spread_angles(angles)
-        options = {"config": self.config, "cu_seqlens": row.cu_seqlens_q, "mscale": mscale, "cp_group": self.pg_collection.cp}
-        options["mla_rotary_interleaved"] = True
-
-        def rotate(x: torch.Tensor) -> torch.Tensor:  # Megatron returns the first elements of all pairs, then the second ones
-            return apply_rotary_pos_emb(x, angles, **options).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-        return rotate
+        rounded_to = None if rotates_rows(hidden_states) else self.config.params_dtype
+        once = angles[:, 0, 0, : angles.shape[-1] // 2]  # Megatron's angles are repeated twice
+        return row.make_rotation(once, True, mscale, rounded_to).rotate
 
 
 class AbsorbedLatentAttention(LatentAttention):
