@@ -64,7 +64,8 @@ def _list_latent(shapes: RankShapes, kind: LatentAttention) -> Iterator[Operator
     size = copies * shapes.rows * shapes.job.model.hidden * shapes.kept_input_bytes("linear_kv_down_proj")
     size += sum(norm_bytes(shapes, shapes.rows, rank) for rank in (kind.q_rank, kind.kv_rank) if rank)
     size += column_input(shapes, kind.q_rank, "linear_q_up_proj") + shapes.rows * kind.kv_rank * b
-    size += shapes.tokens * b * heads * 2 * (kind.nope_dim + kind.rope_dim + kind.v_dim)
+    angles = 4 * kind.rope_dim if shapes.cpu else 0
+    size += shapes.tokens * b * (heads * 2 * (kind.nope_dim + kind.rope_dim + kind.v_dim) + angles)
     size += row_input(shapes, heads * kind.v_dim)
     size += heads * (kind.nope_dim + kind.v_dim) * kind.kv_rank * b if shapes.job.contract.trainer_format.quantized else 0
     yield Operator(size + (0 if shapes.cpu else 4 * shapes.tokens * heads))
