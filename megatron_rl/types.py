@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -96,6 +96,14 @@ class RemoteColumns:
     logprob_sum: float
     versions: tuple[int, ...]  # policy versions of the tokens, ascending
     trained_at: int | None = None  # policy version from which the tokens' `version_lags` count, or None for no lags
+
+
+def group_by_engine(columns_B: Iterable[RemoteColumns]) -> dict[tuple[str, str], list[RemoteColumns]]:
+    """Return the columns of each engine, by its url and key."""
+    groups: dict[tuple[str, str], list[RemoteColumns]] = {}
+    for columns in columns_B:
+        groups.setdefault((columns.url, columns.key), []).append(columns)
+    return groups
 
 
 @dataclass

@@ -140,8 +140,8 @@ class SGLangEngine(RankRequests, RecordingRequests):
     def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool) -> Generation:
         return read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, self.server.url, self.server.api_key)
 
-    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
-        own = [columns.handle for columns in columns_B if (columns.url, columns.key) == (self.server.url, self.server.api_key)]
+    def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
+        own = [columns.handle for columns in by_engine.get((self.server.url, self.server.api_key), ())]
         return set(self._read_answer(FIND, self._request(FIND, own, repeatable=True))) if own else set()
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:

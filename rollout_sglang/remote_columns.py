@@ -11,8 +11,10 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +26,7 @@ from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.redaction import hold
-from megatron_rl.types import ColumnPlace, Generation, RemoteColumns
+from megatron_rl.types import ColumnPlace, Generation, RemoteColumns, group_by_engine
 from parallel.transport.process_group import runs_on_one_node
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import IDS, LOGPROBS, MEDIA_TYPE, Answer, Remains, read_answers, read_generation
@@ -39,18 +41,18 @@ class ColumnStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: dict[str, Answer] = {}  # in order of arrival
+        self._by_version: dict[int, dict[str, Answer]] = {}
 
     def leave(self, answer: Answer, place: ColumnPlace, staleness: int) -> Answer:
         """Keep the columns of an answer as `place` says. Return what remains."""
         if place == "here" or not answer.version:  # the engine has dropped the completion
             return answer
-        handle = "" if place == "none" else uuid.uuid4().hex
+        handle, version = "" if place == "none" else uuid.uuid4().hex, int(answer.version)
         with self._lock:
-            for old in [known for known, kept in self._answers.items() if int(kept.version) + staleness < int(answer.version)]:
-                del self._answers[old]
+            for old in [known for known in self._by_version if known + staleness < version]:
+                del self._by_version[old]
             if handle:
-                self._answers[handle] = answer
+                self._by_version.setdefault(version, {})[handle] = answer
         logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
         remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
         about = answer.finish, answer.version, answer.spans, answer.cached_tokens
@@ -60,7 +62,8 @@ class ColumnStore:
     def get(self, handles: Sequence[str]) -> list[Answer | None]:
         """Return the kept answers, or None for those that were dropped."""
         with self._lock:
-            return [self._answers.get(handle) for handle in handles]
+            kept = ChainMap(*self._by_version.values())
+            return [kept.get(handle) for handle in handles]
 
 
 store = ColumnStore()  # of this server
@@ -108,23 +111,23 @@ def fetch_columns(
 ) -> list[Generation]:
     """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
     RunError if it gives other columns."""
-    by_server: dict[tuple[str, str], list[int]] = {}
-    for number, columns in enumerate(columns_B):
-        by_server.setdefault((columns.url, columns.key), []).append(number)
+    by_engine = group_by_engine(columns_B)
 
-    def fetch(server: tuple[str, str], numbers: list[int]) -> list[Answer | None]:
-        return _ask(*server, [columns_B[number].handle for number in numbers], timeout)
+    def fetch(engine: tuple[str, str], own: list[RemoteColumns]) -> Iterable[tuple[str, Answer | None]]:
+        handles = [columns.handle for columns in own]
+        return zip(handles, _ask(*engine, handles, timeout), strict=True)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megatron-rl-columns") as threads:
-        found = list(threads.map(fetch, by_server.keys(), by_server.values()))
-    generations: dict[int, Generation] = {}
-    for (url, _), numbers, answers in zip(by_server.keys(), by_server.values(), found, strict=True):
-        for number, answer in zip(numbers, answers, strict=True):
-            if answer is None or compute_digest(answer) != columns_B[number].digest:
-                what = "no longer has the tokens of a completion" if answer is None else "has other tokens of a completion than it told"
-                raise RunError(f"the engine at {url} {what}; checkpoint.resume=auto continues from the last checkpoint")
-            generations[number] = read_generation(answer, prompt_tokens_B[number], routing, records_kept, True)
-    return [generations[number] for number in range(len(columns_B))]
+        answers = dict(chain.from_iterable(threads.map(fetch, by_engine.keys(), by_engine.values())))
+
+    def read(columns: RemoteColumns, prompt_tokens: int) -> Generation:
+        answer = answers[columns.handle]
+        if answer is None or compute_digest(answer) != columns.digest:
+            what = "no longer has the tokens of a completion" if answer is None else "has other tokens of a completion than it told"
+            raise RunError(f"the engine at {columns.url} {what}; checkpoint.resume=auto continues from the last checkpoint")
+        return read_generation(answer, prompt_tokens, routing, records_kept, True)
+
+    return [read(columns, prompt_tokens) for columns, prompt_tokens in zip(columns_B, prompt_tokens_B, strict=True)]
 
 
 @functools.cache

@@ -222,7 +222,8 @@ def serve(port: int, key: str, answers: Answers) -> None:
     app = Starlette()
     remote_columns.add_routes(app)
     require_key(app, key)
-    remote_columns.store._answers.update(zip(map(str, range(_GROUP)), read_answers(pack_answers(answers)), strict=True))
+    kept = read_answers(pack_answers(answers))
+    remote_columns.store._by_version[int(kept[0].version)] = dict(zip(map(str, range(_GROUP)), kept, strict=True))
     uvicorn.run(app, port=port, log_level="error")
 
 

@@ -97,8 +97,8 @@ class Engine(Protocol):
         """Return one completion per prompt (int32 token ids), in order. `sampling` applies to all prompts or has one entry per prompt.
         Raise AbortedError soon after `abort` is requested."""
 
-    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
-        """Return the handles of those columns that the engine still keeps. Only asked about columns that it has left out of answers."""
+    def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
+        """Return the handles of those columns that the engine still keeps; see `types.group_by_engine`."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""

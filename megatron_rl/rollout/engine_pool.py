@@ -120,10 +120,10 @@ class EnginePool:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
 
-    def find_columns(self, columns_B: Sequence[RemoteColumns]) -> set[str]:
+    def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
         """See `Engine.find_columns`. Lost engines keep nothing."""
         survivors = [replica for replica in self.replicas if replica.lost is None]
-        found, errors = self._call(survivors, lambda _, engine: engine.find_columns(columns_B))
+        found, errors = self._call(survivors, lambda _, engine: engine.find_columns(by_engine))
         for error in errors:
             if not isinstance(error, EngineLostError):
                 raise error

@@ -17,7 +17,7 @@ from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
-from megatron_rl.types import ColumnPlace, Completion, Problem, RemoteColumns
+from megatron_rl.types import ColumnPlace, Completion, Problem, RemoteColumns, group_by_engine
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -63,7 +63,7 @@ class RolloutWorker:
         rewards: Scorer,
         notify: Callable[[str], None] = print,
         columns: ColumnPlace = "here",
-        find_columns: Callable[[Sequence[RemoteColumns]], set[str]] = lambda columns: set(),
+        find_columns: Callable[[dict[tuple[str, str], list[RemoteColumns]]], set[str]] = lambda by_engine: set(),
     ) -> None:
         """`notify` receives warnings. `columns`: where those of completions go; `find_columns`: see `Engine.find_columns`."""
         self._config, self._stream, self._held_out = config, stream, held_out
@@ -150,7 +150,7 @@ class RolloutWorker:
     def find_lost(self, completions: Sequence[Completion]) -> set[str]:
         """Return the handles of columns that no engine keeps any more."""
         remotes = [completion.remote for completion in completions if completion.remote is not None]
-        return {remote.handle for remote in remotes} - self._find_columns(remotes) if remotes else set()
+        return {remote.handle for remote in remotes} - self._find_columns(group_by_engine(remotes)) if remotes else set()
 
     def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
         """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""

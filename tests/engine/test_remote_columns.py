@@ -6,7 +6,7 @@ from support import train_command, trainer_engine
 from support.models import random_sequences
 from support.trainer_engine import current
 
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import SamplingParams, group_by_engine
 from rollout_sglang.remote_columns import fetch_columns
 
 CHANGES = {
@@ -34,10 +34,10 @@ def leave_and_fetch(tokens):
     here, but_ids, remote = (engines.generate(prompts, way) for way in ways)
     columns = [generation.remote for generation in remote]
     fetched = fetch_columns(columns, [len(prompt) for prompt in prompts], False, None, 60.0)
-    kept = [len(engines.find_columns(columns))]
+    kept = [len(engines.find_columns(group_by_engine(columns)))]
     trainer_engine.sync(1)
     newer = [generation.remote for generation in engines.generate(prompts[:1], ways[2][:1])]
-    kept += [len(engines.find_columns(columns)), len(engines.find_columns(newer))]
+    kept += [len(engines.find_columns(group_by_engine(columns))), len(engines.find_columns(group_by_engine(newer)))]
     trainer_engine.sync(0)
     return here, but_ids, remote, fetched, kept
 

@@ -137,7 +137,8 @@ class AgentSampler:
         (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
         check_versions(generation, episode.version, episode.staleness)
         stops = planned.sampling.stop
-        text, stop = cut_at_stop(generation.text or self._format.decode(generation.output_ids_T, stops), stops)
+        text = generation.text if generation.text is not None else self._format.decode(generation.output_ids_T, stops)
+        text, stop = cut_at_stop(text, stops)
         content, calls, malformed = self._read(generation, request, text.removesuffix(stop), stops)
         return episode.add(planned, generation, content, calls, malformed, stop)
 

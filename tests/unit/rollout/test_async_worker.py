@@ -67,8 +67,8 @@ class Lengths:
                 return [Generation(versions[:0], versions[:0], "stop", self.version, remote=each, text="") for each in columns]
         return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
 
-    def find_columns(self, columns_B):
-        return {columns.handle for columns in columns_B} & self.keeps
+    def find_columns(self, by_engine):
+        return {columns.handle for own in by_engine.values() for columns in own} & self.keeps
 
 
 def tokenizer_of(encode):
