@@ -79,9 +79,9 @@ class KeptTokens:
     ids: np.ndarray  # int32 [sum of counts]: ids of kept tokens, concatenated
 
 
-ColumnPlace = Literal["here", "but_ids", "remote", "none"]
-"""Where an engine that can keep columns, the values per token of a completion, may leave them: all come with its answer; the token ids do,
-and the engine keeps all columns; the engine keeps all columns; or it drops them."""
+ColumnPlace = Literal["here", "but_text", "remote"]
+"""Where an engine that can keep columns, the values per token of a completion, may leave them: all come with its answer; the text does, and
+the engine keeps the columns; or the engine keeps both and scores the text."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,14 @@ class RemoteColumns:
 
     url: str  # of the engine
     key: str = field(repr=False)
-    handle: str  # "" if the engine has dropped the columns
+    handle: str
     tokens: int
     digest: str  # of the token ids
     logprob_sum: float
     versions: tuple[int, ...]  # policy versions of the tokens, ascending
     trained_at: int | None = None  # policy version from which the tokens' `version_lags` count, or None for no lags
+    prompt_tokens: int = 0
+    has_text: bool = False  # whether the engine keeps the text, too
 
 
 def group_by_engine(columns_B: Iterable[RemoteColumns]) -> dict[tuple[str, str], list[RemoteColumns]]:
@@ -118,9 +120,11 @@ class Generation:
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # if recorded
     cached_tokens: int = 0  # number of prompt tokens from the prefix cache
-    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except perhaps `output_ids_T`
+    remote: RemoteColumns | None = None  # if set, all arrays are empty or None
     text: str | None = None
-    """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, or None if the engine decodes no texts."""
+    """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, "" if the engine keeps it, or None if the
+    engine decodes no texts."""
+    prompt_ids_T: np.ndarray | None = None  # int32: of a completion that the engine has kept
 
 
 @dataclass
@@ -138,6 +142,15 @@ class Reward:
     """Extracted answer for majority votes, "" if there is none. None if the reward function does not extract answers."""
 
 
+@dataclass
+class Scored:
+    """What an engine says of a completion whose text it keeps."""
+
+    reward: Reward  # before `reward.on_error`
+    thought_share: float
+    unfinished: bool  # whether the completion ends inside its thought
+
+
 @dataclass(eq=False)
 class Completion:
     """A sampled response with its data for training, metrics and report."""
@@ -152,13 +165,15 @@ class Completion:
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     answer_text: str | None = ""  # `text` without the thought, or None if the thought is unfinished
     thought: str = ""  # what the policy thought (`reward.thinking`)
+    thought_share: float = 0.0  # of the text's characters
     masked: bool = False  # excluded from the loss, but its reward counts in its group
     length_penalty: float = 0.0  # added to the reward, 0 or negative
     response_mask_T: np.ndarray | None = None  # bool, False for tokens of the environment, or None if all tokens are sampled
     dialogue: list[str] = field(default_factory=list)  # alternating texts of policy and environment; empty without an environment
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # of the sampled tokens, if recorded
-    remote: RemoteColumns | None = None  # if set, all arrays are empty or None, except `prompt_ids_T` and perhaps `output_ids_T`
+    remote: RemoteColumns | None = None
+    """If set, all arrays but `prompt_ids_T` are empty or None. If it has the text, the texts are only read for the report."""
     tool_errors: int = 0  # number of the environment's error messages to the policy
     environment_error: str = ""  # why the environment or agent failed; the sample's score is 0 then
     prompt_tokens: int = 0  # total over all turns; each turn counts all tokens before it

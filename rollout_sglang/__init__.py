@@ -43,13 +43,11 @@ class SGLangLauncher:
         named = ("--served-model-name", config.model.name)
         EngineServer(EngineLaunchSpec(config, model_path, log_dir, arguments=named, port=port, api_key=api_key)).serve(greeting)
 
-    def fetch_columns(
-        self, config: Config, columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], routing: RoutingShape | None
-    ) -> list[Generation]:
+    def fetch_columns(self, config: Config, columns_B: Sequence[RemoteColumns], routing: RoutingShape | None) -> list[Generation]:
         from rollout_sglang.remote_columns import fetch_columns
 
         recorded = config.rollout.to_sampling().record_kept_tokens
-        return fetch_columns(columns_B, prompt_tokens_B, recorded, routing, config.rollout.request_timeout)
+        return fetch_columns(columns_B, recorded, routing, config.rollout.request_timeout)
 
     def rehearsal_command(self) -> list[str]:
         return [sys.executable, "-m", "rollout_sglang.rehearsal.rank"]

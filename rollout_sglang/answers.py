@@ -38,8 +38,9 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
     kept_logprobs: bytearray | None = None  # float32 [T]: normalized over the kept tokens
     experts: bytearray | None = None  # [prompt and output tokens but the last, layers, k], of `experts_dtype`
     experts_dtype: Literal["|u1", "<u2", "<i4"] = "<i4"  # the narrowest that holds all of them
-    text: str | None = None  # if the client asked for it (`rollout_sglang.texts`)
-    remains: "Remains | None" = None  # instead of all columns, except perhaps `ids`
+    text: str | None = None  # if the client asked for it (`rollout_sglang.texts`) and the engine does not keep it
+    remains: "Remains | None" = None  # instead of all columns
+    prompt: bytearray | None = None  # int32 [prompt tokens], if the engine has kept the columns
 
 
 class Remains(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,14 +56,17 @@ _ANSWERS = msgspec.msgpack.Decoder(list[Answer | None])
 
 
 def pack_answers(
-    answers: Sequence[dict[str, Any]], read_text: TextReader | None = None, leave: Callable[[Answer], Answer] = lambda answer: answer
+    answers: Sequence[dict[str, Any]],
+    read_text: TextReader | None = None,
+    leave: Callable[[int, Answer], Answer] = lambda number, answer: answer,
 ) -> bytes:
-    """Return SGLang's answers to a request of several prompts in columns, with texts if `read_text` is given. `leave` takes columns out."""
+    """Return SGLang's answers to a request of several prompts in columns, with texts if `read_text` is given. `leave` takes columns out of
+    the answer to the prompt of this number."""
     packed = [_pack(answer["meta_info"]) for answer in answers]
     if read_text is not None:
         for number, answer in enumerate(packed):
             answer.text = read_text(number, np.frombuffer(answer.ids, IDS))
-    return msgspec.msgpack.encode([leave(answer) for answer in packed])
+    return msgspec.msgpack.encode([leave(number, answer) for number, answer in enumerate(packed)])
 
 
 def read_answers(content: bytes) -> list[Any]:
@@ -136,8 +140,12 @@ def read_generation(
         if not math.isfinite(left.logprob_sum):
             raise RunError(_NOT_FINITE)
         versions = tuple(sorted({int(version) for version, _, _ in answer.spans} | {generation.policy_version}))
-        generation.remote = RemoteColumns(url, key, left.handle, left.tokens, left.digest, left.logprob_sum, versions)
+        place, kept = (url, key, left.handle), {"prompt_tokens": prompt_tokens, "has_text": answer.text is None}
+        generation.remote = RemoteColumns(*place, left.tokens, left.digest, left.logprob_sum, versions, **kept)
+        generation.text = answer.text or ""
         return generation
+    if answer.prompt is not None:
+        generation.prompt_ids_T = np.frombuffer(answer.prompt, IDS)
     if routing is not None:
         generation.routed_experts_T = read_routed_experts(answer, routing, prompt_tokens + len(generation.output_ids_T))
     if records_kept:

@@ -20,13 +20,15 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places, Roots
-from megatron_rl.types import Generation, RemoteColumns, SamplingParams
+from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
+from megatron_rl.workers import plain
 from rollout_sglang.activation_recorder import RecordingRequests
 from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, read_answers, read_generation
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
 from rollout_sglang.remote_columns import FIND, ask_to_leave, choose_place
+from rollout_sglang.scoring import SCORE, SCORED, TEXTS
 from rollout_sglang.texts import ask_for_texts
 
 _CACHE, _WEIGHTS, _GRAPHS = "kv_cache", "weights", "cuda_graph"  # SGLang's names of its memory
@@ -143,6 +145,19 @@ class SGLangEngine(RankRequests, RecordingRequests):
     def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
         own = [columns.handle for columns in by_engine.get((self.server.url, self.server.api_key), ())]
         return set(self._read_answer(FIND, self._request(FIND, own, repeatable=True))) if own else set()
+
+    def owns(self, columns: RemoteColumns) -> bool:
+        return (columns.url, columns.key) == (self.server.url, self.server.api_key)
+
+    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
+        body = plain.dump(([columns.handle for columns in columns_B], problem))
+        while (response := self._request(SCORE, msgspec.Raw(body), repeatable=True)).status_code == httpx.codes.ACCEPTED:
+            pass  # the workers are still busy
+        return SCORED.validate_python(self._read_answer(SCORE, response))
+
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+        texts = self._read_answer(TEXTS, self._request(TEXTS, [columns.handle for columns in columns_B], repeatable=True))
+        return [(text, answer, thought) for text, answer, thought in texts]
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         super().start_receiving(hashing, places)

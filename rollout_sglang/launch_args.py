@@ -32,6 +32,7 @@ from megatron_rl.rollout.engine_placement import (
     place_engine,
 )
 from parallel.attention import GatedDeltaNet, LatentAttention
+from rollout_sglang import scoring
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
@@ -86,6 +87,7 @@ class EngineLaunchSpec:
             arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
             secret = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher}
             environment = secret | make_environment(self.config, contract, placement) | leave_out_other_models(architectures)
+            environment |= scoring.make_environment(self.config) if self.empty else {}
             name = f"engine{self.number}" * (rollout.engines > 1) or "engine"
             log = self.log_dir / (f"{name}.node{placement.node}.log" if placement.node else f"{name}.log")
             processes.append(EngineProcess(arguments, environment, log))

@@ -1,5 +1,5 @@
-"""Columns that stay at the engine: its server keeps the arrays of an answer, and rank 0 gets only their length, a digest of the tokens, and
-the sum of the log-probs. The ranks that train on the completion fetch the arrays, so they never pass rank 0.
+"""Columns that stay at the engine: its server keeps the arrays and the text of an answer, and rank 0 gets only their length, a digest of the
+tokens, and the sum of the log-probs. The ranks that train on the completion fetch the arrays, so they never pass rank 0.
 
 The server drops the columns of a policy version once no trainer takes them any more: when an answer comes that is more than
 `placement.max_staleness` versions newer. It therefore holds what rank 0 would hold, divided by the number of engines."""
@@ -14,6 +14,7 @@ import uuid
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.redaction import hold
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.types import ColumnPlace, Generation, RemoteColumns, group_by_engine
 from parallel.transport.process_group import runs_on_one_node
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
@@ -36,31 +38,41 @@ FETCH, FIND = "/megatron_rl/columns", "/megatron_rl/find_columns"
 _TRIES, _WAIT_SECONDS, _THREADS = 3, 1.0, 8
 
 
+@dataclass
+class Kept:
+    """A completion in the store."""
+
+    answer: Answer  # with its prompt, without its text
+    text: str
+    response: Response | None = None  # the parts of the text, once it has been scored
+
+
 class ColumnStore:
     """The columns in an engine's server. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_version: dict[int, dict[str, Answer]] = {}
+        self._by_version: dict[int, dict[str, Kept]] = {}
 
-    def leave(self, answer: Answer, place: ColumnPlace, staleness: int) -> Answer:
-        """Keep the columns of an answer as `place` says. Return what remains."""
+    def leave(self, prompt: Sequence[int], answer: Answer, place: ColumnPlace, staleness: int) -> Answer:
+        """Keep the columns of the answer to a prompt, and the text if `place` says so. Return what remains."""
         if place == "here" or not answer.version:  # the engine has dropped the completion
             return answer
-        handle, version = "" if place == "none" else uuid.uuid4().hex, int(answer.version)
+        handle, version = uuid.uuid4().hex, int(answer.version)
+        about = answer.finish, answer.version, answer.spans, answer.cached_tokens
+        logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
+        remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
+        left = Answer(*about, bytearray(), bytearray(), text=answer.text if place == "but_text" else None, remains=remains)
+        kept = Kept(answer, answer.text or "")
+        answer.text, answer.prompt = None, bytearray(np.asarray(prompt, IDS))
         with self._lock:
             for old in [known for known in self._by_version if known + staleness < version]:
                 del self._by_version[old]
-            if handle:
-                self._by_version.setdefault(version, {})[handle] = answer
-        logprobs_T = np.frombuffer(answer.kept_logprobs or answer.logprobs, LOGPROBS)
-        remains = Remains(handle, len(answer.ids) // IDS.itemsize, compute_digest(answer), float(np.sum(logprobs_T)))
-        about = answer.finish, answer.version, answer.spans, answer.cached_tokens
-        ids = answer.ids if place == "but_ids" else bytearray()
-        return Answer(*about, ids, bytearray(), text=answer.text, remains=remains)
+            self._by_version.setdefault(version, {})[handle] = kept
+        return left
 
-    def get(self, handles: Sequence[str]) -> list[Answer | None]:
-        """Return the kept answers, or None for those that were dropped."""
+    def get(self, handles: Sequence[str]) -> list[Kept | None]:
+        """Return what is kept, or None for what was dropped."""
         with self._lock:
             kept = ChainMap(*self._by_version.values())
             return [kept.get(handle) for handle in handles]
@@ -76,11 +88,12 @@ def compute_digest(answer: Answer) -> str:
 
 def add_routes(app: Any) -> None:
     """Let a server that has not started yet give columns away."""
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import JSONResponse
+    from starlette.responses import Response as Reply
 
     async def fetch(request: Any) -> Any:
-        answers = store.get(await request.json())
-        return Response(await asyncio.to_thread(msgspec.msgpack.encode, answers), media_type=MEDIA_TYPE)
+        answers = [kept and kept.answer for kept in store.get(await request.json())]
+        return Reply(await asyncio.to_thread(msgspec.msgpack.encode, answers), media_type=MEDIA_TYPE)
 
     async def find(request: Any) -> Any:
         handles = await request.json()
@@ -107,9 +120,9 @@ def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
 
 
 def fetch_columns(
-    columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], records_kept: bool, routing: RoutingShape | None, timeout: float
+    columns_B: Sequence[RemoteColumns], records_kept: bool, routing: RoutingShape | None, timeout: float
 ) -> list[Generation]:
-    """Return completions with the columns that engines keep. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
+    """Return completions with the columns that engines keep, and their prompts. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
     RunError if it gives other columns."""
     by_engine = group_by_engine(columns_B)
 
@@ -120,14 +133,14 @@ def fetch_columns(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="megatron-rl-columns") as threads:
         answers = dict(chain.from_iterable(threads.map(fetch, by_engine.keys(), by_engine.values())))
 
-    def read(columns: RemoteColumns, prompt_tokens: int) -> Generation:
+    def read(columns: RemoteColumns) -> Generation:
         answer = answers[columns.handle]
         if answer is None or compute_digest(answer) != columns.digest:
             what = "no longer has the tokens of a completion" if answer is None else "has other tokens of a completion than it told"
             raise RunError(f"the engine at {columns.url} {what}; checkpoint.resume=auto continues from the last checkpoint")
-        return read_generation(answer, prompt_tokens, routing, records_kept, True)
+        return read_generation(answer, columns.prompt_tokens, routing, records_kept, True)
 
-    return [read(columns, prompt_tokens) for columns, prompt_tokens in zip(columns_B, prompt_tokens_B, strict=True)]
+    return [read(columns) for columns in columns_B]
 
 
 @functools.cache

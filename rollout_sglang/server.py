@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,6 +69,7 @@ def main(arguments: list[str]) -> None:
     stub_modules.block_megatron()
     os.umask(0o077)
     use_private_temporary_folder()  # SGLang leaves its Unix sockets there
+    from rollout_sglang import scoring
     from rollout_sglang.hooks import registry
 
     registry.verify()
@@ -75,10 +77,12 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     store, meeting = _meet_ranks(arguments[2:])
+    server_args = prepare_server_args([*arguments[2:], *meeting])
     remote_columns.add_routes(app)
     access.require_key(app, os.environ.pop(process.API_KEY_VARIABLE))
+    scoring.start(app, Path(server_args.model_path), serves=store is not None)
     launch_server(
-        prepare_server_args([*arguments[2:], *meeting]),
+        server_args,
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )

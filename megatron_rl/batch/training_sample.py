@@ -44,7 +44,7 @@ class TrainingSample:
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Number of policy versions between sampling and training, uint8 [A]; empty means 0."""
     teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the teacher model
-    remote: RemoteColumns | None = None  # if set, the engine keeps the response and all its values, which are empty here
+    remote: RemoteColumns | None = None  # if set, the engine keeps prompt, response, and all values of tokens, which are empty here
 
     def __post_init__(self) -> None:
         self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))
@@ -57,8 +57,9 @@ class TrainingSample:
 
     @property
     def length(self) -> int:
-        response = self.response_ids.numel() if self.remote is None else self.remote.tokens  # `len` of a tensor is slow
-        return self.prompt_ids.numel() + response
+        if self.remote is not None:
+            return self.remote.prompt_tokens + self.remote.tokens
+        return self.prompt_ids.numel() + self.response_ids.numel()  # `len` of a tensor is slow
 
     @property
     def sampled_count(self) -> int:

@@ -71,23 +71,24 @@ class Scorer:
             samples_B: What functions of other libraries may ask about the completions.
         """
         if own_B is None:
-            has_own = any(REWARDS.is_own(self._parts[label].name) for label in self._local)
-            rewards_B = self._judge(texts_B, problems_B, lengths_B, samples_B if has_own else None)
+            rewards_B = self.judge(texts_B, problems_B, lengths_B, samples_B)
         else:
             rewards_B = [Reward(value or 0.0, (value or 0.0) > 0) for value in own_B]
         for number, error in enumerate(broken_B or ()):
             if error:
                 rewards_B[number] = Reward(0.0, False, error=error)
-        return self._apply_on_error(rewards_B, problems_B)
+        return self.settle(rewards_B, problems_B)
 
     def split(self, text: str, problem: Problem) -> Response:
         """Return a completion's answer, which is what built-in functions judge, and its thought."""
         return split_thought(text, problem.prompt, self._thinking)
 
-    def _judge(
+    def judge(
         self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], samples_B: Sequence[Sample] | None
     ) -> list[Reward]:
-        """Return the verdicts of the functions."""
+        """Return the verdicts of the functions, as `score` without `reward.on_error`."""
+        if not any(REWARDS.is_own(self._parts[label].name) for label in self._local):
+            samples_B = None
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
         if self._local:
             for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B, samples_B), strict=True):
@@ -114,7 +115,7 @@ class Scorer:
         total = sum(self._parts[label].weight * value for label, value in values.items())
         return Reward(total, judge.correct, parts=values if len(self._parts) > 1 else {}, answer=judge.answer)
 
-    def _apply_on_error(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
+    def settle(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
         """Report the completions without a verdict, and treat them as `reward.on_error` says."""
         failed = [number for number, reward in enumerate(rewards) if reward.error]
         if not failed:

@@ -17,7 +17,7 @@ from megatron_rl.errors import AbortedError, RunError, UserError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.types import Generation, RemoteColumns, SamplingParams
+from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 from parallel.user_code import IMPORT_SECONDS, contain, describe_error
@@ -99,6 +99,16 @@ class Engine(Protocol):
 
     def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
         """Return the handles of those columns that the engine still keeps; see `types.group_by_engine`."""
+
+    def owns(self, columns: RemoteColumns) -> bool:
+        """Return whether these columns were left at this engine."""
+
+    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
+        """Return the verdicts of the run's reward functions on completions of a problem that one engine keeps with their texts, in order.
+        Raise EngineLostError if it is lost, or RunError if its workers cannot be started."""
+
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+        """Return the text of completions that engines keep and have scored, and its parts (`rewards.thinking.Response`)."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""
@@ -248,11 +258,9 @@ class EngineLauncher(Protocol):
     def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
         """Serve a checkpoint with OpenAI's interface at this port. Print `greeting` when it is up. Raise RunError if it ends by itself."""
 
-    def fetch_columns(
-        self, config: Config, columns_B: Sequence[RemoteColumns], prompt_tokens_B: Sequence[int], routing: RoutingShape | None
-    ) -> list[Generation]:
-        """Return completions whose columns engines have kept, with the columns. Called on any rank. `prompt_tokens_B`: lengths of their
-        prompts; `routing`: shape of the routing records, or None without them. Raise EngineLostError if an engine is lost."""
+    def fetch_columns(self, config: Config, columns_B: Sequence[RemoteColumns], routing: RoutingShape | None) -> list[Generation]:
+        """Return completions whose columns engines have kept, with the columns and their prompts. Called on any rank. `routing`: shape of
+        the routing records, or None without them. Raise EngineLostError if an engine is lost."""
 
     def rehearsal_command(self) -> list[str]:
         """Return the command that rehearses engine ranks without a GPU (`megatron_rl.rehearsal.engine_rank`)."""

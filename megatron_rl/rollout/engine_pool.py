@@ -33,7 +33,7 @@ from megatron_rl.rollout.engine import (
     derive_engine_seed,
     find_engine_launcher,
 )
-from megatron_rl.types import Generation, RemoteColumns, SamplingParams
+from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored, group_by_engine
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
@@ -128,6 +128,31 @@ class EnginePool:
             if not isinstance(error, EngineLostError):
                 raise error
         return set(chain.from_iterable(found))
+
+    def owns(self, columns: RemoteColumns) -> bool:
+        return any(replica.lost is None and replica.engine.owns(columns) for replica in self.replicas)
+
+    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
+        return self._ask_owner(columns_B, lambda engine: engine.score(columns_B, problem))
+
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+        texts = dict[str, tuple[str, str | None, str]]()
+        for own in group_by_engine(columns_B).values():
+            found = self._ask_owner(own, lambda engine, own=own: engine.read_texts(own))
+            texts |= zip((columns.handle for columns in own), found, strict=True)
+        return [texts[columns.handle] for columns in columns_B]
+
+    def _ask_owner(self, columns_B: Sequence[RemoteColumns], call: Callable[[Engine], T]) -> T:
+        """Return the answer of the engine that keeps these columns. Raise EngineLostError if it is lost."""
+        for replica in self.replicas:
+            engine = replica.engine
+            if replica.lost is None and engine.owns(columns_B[0]):
+                try:
+                    return call(engine)
+                except EngineLostError as error:
+                    self._mark_lost(replica, engine, error)
+                    raise
+        raise EngineLostError(f"the engine at {columns_B[0].url} is lost with the completions that it kept")
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))

@@ -13,9 +13,9 @@ from megatron_rl.metrics import declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.foreign import Sample
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.engine import Abort, hash_seed
+from megatron_rl.rollout.engine import Abort, Engine, hash_seed
 from megatron_rl.rollout.generation import Sampler
-from megatron_rl.types import Completion, Problem, SamplingParams
+from megatron_rl.types import Completion, Problem, SamplingParams, Scored
 
 GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
 REWARD = declare("ahead/reward", "scoring this step's completions, after the last one had been sampled", "seconds")
@@ -42,8 +42,9 @@ class GroupJob:
 
 
 class GroupSampler:
-    def __init__(self, config: Config, sampler: Sampler, rewards: Scorer) -> None:
-        self._config, self._sampler, self._rewards = config, sampler, rewards
+    def __init__(self, config: Config, sampler: Sampler, rewards: Scorer, engines: Engine | None = None) -> None:
+        """`engines`: those that may keep columns."""
+        self._config, self._sampler, self._rewards, self._engines = config, sampler, rewards, engines
         self._threads = self.make_threads(config.rollout.group_size)
 
     def close(self) -> None:
@@ -92,11 +93,20 @@ class GroupSampler:
         """Return a problem's scored completions, and the time at which they had been generated."""
         members = range(number * job.size, (number + 1) * job.size)
         samplings = [replace(job.sampling, seed=derive_seed(self._config.train.seed, job.version, job.purpose, index)) for index in members]
-        completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness, abort)
-        generated = time.perf_counter()
-        hang_watchdog.enter_phase("reward")
-        assign_rewards(completions, self._rewards)
-        return completions, generated
+        while True:
+            completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness, abort)
+            generated = time.perf_counter()
+            hang_watchdog.enter_phase("reward")
+            remote_B = [completion.remote for completion in completions if completion.remote and completion.remote.has_text]
+            if self._engines is None or not remote_B:
+                assign_rewards(completions, self._rewards)
+                return completions, generated
+            try:
+                scored_B = self._engines.score(remote_B, problem)
+            except EngineLostError:  # with the completions; another engine samples them, or all are lost
+                continue
+            assign_scored(completions, scored_B, self._rewards)
+            return completions, generated
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
@@ -118,3 +128,12 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward
         completion.answer_text, completion.thought = rewards.split(completion.text, completion.problem)
+        completion.thought_share = len(completion.thought) / max(len(completion.text), 1)
+
+
+def assign_scored(completions_B: Sequence[Completion], scored_B: Sequence[Scored], rewards: Scorer) -> None:
+    """Set the reward of completions whose texts an engine keeps."""
+    rewards_B = rewards.settle([scored.reward for scored in scored_B], [completion.problem for completion in completions_B])
+    for completion, scored, reward in zip(completions_B, scored_B, rewards_B, strict=True):
+        completion.reward, completion.thought_share = reward, scored.thought_share
+        completion.answer_text = None if scored.unfinished else ""

@@ -108,9 +108,9 @@ def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
 
 def _thought_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the share of thoughts and of unfinished ones. Empty if no completion has a thought."""
-    if not any(completion.thought for completion in completions):
+    shares = [completion.thought_share for completion in completions]
+    if not any(shares):
         return {}
-    shares = [len(completion.thought) / max(len(completion.text), 1) for completion in completions]
     unfinished = _count(completions, lambda completion: completion.answer_text is None)
     return {_THOUGHT: sum(shares) / len(shares), _UNFINISHED: unfinished / len(completions)}
 

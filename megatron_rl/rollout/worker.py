@@ -15,9 +15,11 @@ from megatron_rl.errors import EngineLostError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler
-from megatron_rl.types import ColumnPlace, Completion, Problem, RemoteColumns, group_by_engine
+from megatron_rl.rollout.metrics import select_evenly
+from megatron_rl.types import ColumnPlace, Completion, Problem, group_by_engine
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -63,13 +65,13 @@ class RolloutWorker:
         rewards: Scorer,
         notify: Callable[[str], None] = print,
         columns: ColumnPlace = "here",
-        find_columns: Callable[[dict[tuple[str, str], list[RemoteColumns]]], set[str]] = lambda by_engine: set(),
+        engines: Engine | None = None,
     ) -> None:
-        """`notify` receives warnings. `columns`: where those of completions go; `find_columns`: see `Engine.find_columns`."""
+        """`notify` receives warnings. `columns`: where those of completions go; `engines`: those that may keep them."""
         self._config, self._stream, self._held_out = config, stream, held_out
         self._constant_rewards = ConstantRewards(config, notify)
         self._drawing = threading.Lock()
-        self._groups, self._columns, self._find_columns = GroupSampler(config, sampler, rewards), columns, find_columns
+        self._groups, self._columns, self._engines = GroupSampler(config, sampler, rewards, engines), columns, engines
 
     def snapshot(self, untrained: Iterable[StepDraw] = ()) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream as if `untrained` had not been drawn. Sampling has no state."""
@@ -150,7 +152,18 @@ class RolloutWorker:
     def find_lost(self, completions: Sequence[Completion]) -> set[str]:
         """Return the handles of columns that no engine keeps any more."""
         remotes = [completion.remote for completion in completions if completion.remote is not None]
-        return {remote.handle for remote in remotes} - self._find_columns(group_by_engine(remotes)) if remotes else set()
+        if self._engines is None or not remotes:
+            return set()
+        return {remote.handle for remote in remotes} - self._engines.find_columns(group_by_engine(remotes))
+
+    def read_shown(self, rollout: RolloutBatch) -> None:
+        """Read the texts of the completions that the report shows from the engines that keep them. Raise EngineLostError if one is lost."""
+        shown = select_evenly(rollout.completions_B, self._config.log.samples)
+        kept = [(completion, completion.remote) for completion in shown if completion.remote and completion.remote.has_text]
+        if self._engines is not None and kept:
+            texts = self._engines.read_texts([remote for _, remote in kept])
+            for (completion, _), text in zip(kept, texts, strict=True):
+                completion.text, completion.answer_text, completion.thought = text
 
     def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
         """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""
@@ -175,7 +188,7 @@ class RolloutWorker:
 
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
-        sampling = replace(self._config.to_eval_sampling(), columns="none" if self._columns == "remote" else self._columns)
+        sampling = replace(self._config.to_eval_sampling(), columns=self._columns)
         job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
             rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
@@ -256,6 +269,7 @@ class AsyncRolloutWorker:
             while self._worker.forget_lost(step.draw, rollout):  # with an engine that was lost
                 self._start(step)
                 rollout = step.rollout.result()
+            self._worker.read_shown(rollout)
         except EngineLostError:
             wait([step.rollout for step in self._pending])  # they have ended or are lost too, so that one loss is recovered once
             raise

@@ -130,8 +130,8 @@ def prepare_samples(
 
 def fetch_columns(samples: list[TrainingSample], config: Config, routing: RoutingShape | None) -> list[TrainingSample]:
     """Return samples with the columns that engines keep. Raise EngineLostError if an engine is lost."""
-    columns_B, prompts_B = [each.remote for each in samples if each.remote], [len(each.prompt_ids) for each in samples if each.remote]
-    fetched = iter(find_engine_launcher(config.rollout.engine).fetch_columns(config, columns_B, prompts_B, routing))
+    columns_B = [each.remote for each in samples if each.remote]
+    fetched = iter(find_engine_launcher(config.rollout.engine).fetch_columns(config, columns_B, routing))
     return [sample if sample.remote is None else _fill(sample, sample.remote, next(fetched)) for sample in samples]
 
 
@@ -142,6 +142,7 @@ def _fill(sample: TrainingSample, remote: RemoteColumns, generation: Generation)
         lags_T = remote.trained_at - (np.full(remote.tokens, generation.policy_version) if versions_T is None else versions_T)
     return replace(
         sample,
+        prompt_ids=_to_tensor(generation.prompt_ids_T),
         response_ids=torch.from_numpy(generation.output_ids_T),
         rollout_logprobs=torch.from_numpy(generation.logprobs_T),
         routed_experts=_to_tensor(generation.routed_experts_T),
@@ -192,8 +193,8 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
                 routing.check_shape(each.routed_experts_T, tokens, f"completion {number} of {len(pairs)}")
     return [
         TrainingSample(
-            torch.from_numpy(each.prompt_ids_T),
-            torch.from_numpy(each.output_ids_T if each.remote is None else each.logprobs_T.astype(np.int32)),
+            torch.from_numpy(each.prompt_ids_T if each.remote is None else each.output_ids_T),
+            torch.from_numpy(each.output_ids_T),
             number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,

@@ -226,7 +226,7 @@ class Session:
         check_vocabulary(engines.read_vocabulary(), tokenizer, config.model.folder, hf_config)
         sampler = make_sampler(config, engines, tokenizer, environments, self._resources)
         place = choose_place(config)
-        worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify, place, engines.find_columns)
+        worker = RolloutWorker(config, sampler, stream, held_out, scorer, self.notify, place, engines)
         ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
         self._resources.callback(ahead.close)
         return engines, ahead

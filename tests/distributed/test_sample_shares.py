@@ -49,11 +49,15 @@ def scatter_remote(samples, layout, broken):
         assert parallel_state.get_pipeline_model_parallel_rank() == parallel_state.get_tensor_model_parallel_rank() == 0
         if any(each.number == broken for each in own):
             raise RunError(f"sample {broken} is lost")
+        assert [each.length for each in own] == [samples[each.number].length for each in own]
         return [replace(samples[each.number], advantage=each.advantage) for each in own]
 
-    remotes = [RemoteColumns("http://engine", "key", str(each.number), each.sampled_count, "", -1.0, (3, 4), 5) for each in samples]
+    remotes = [
+        RemoteColumns("http://engine", "key", str(each.number), each.sampled_count, "", -1.0, (3, 4), 5, len(each.prompt_ids))
+        for each in samples
+    ]
     sent = [
-        TrainingSample(sample.prompt_ids, [], sample.advantage, number=sample.number, remote=remote)
+        TrainingSample([], [], sample.advantage, number=sample.number, remote=remote)
         for sample, remote in zip(samples, remotes, strict=True)
     ]
     try:

@@ -26,7 +26,7 @@ from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metri
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch, RolloutWorker
 from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Completion, Generation, Problem, RemoteColumns, Reward, SamplingParams
+from megatron_rl.types import Completion, Generation, Problem, RemoteColumns, Reward, SamplingParams, Scored
 
 
 class Lengths:
@@ -40,6 +40,7 @@ class Lengths:
         self.version, self.fails, self.ended, self.aborted = 0, 0, list[int](), list[int]()
         self.patience = math.inf
         self.keeps: set[str] | None = None  # handles of kept columns, or None if columns come with the answers
+        self.keeps_texts, self.losses, self.scored, self.read = False, 0, list[str](), list[str]()  # `losses`: how many requests to score fail
         self.slow = threading.Event()
         self.lock = threading.Lock()
 
@@ -63,9 +64,23 @@ class Lengths:
             if self.keeps is not None:
                 handles = [f"{number}/{len(self.ended)}/{member}" for member in range(len(prompts_B))]
                 self.keeps.update(handles)
-                columns = [RemoteColumns("", "", handle, 2, handle, -3.0, (began, self.version)) for handle in handles]
+                told = (began, self.version), None, 1, self.keeps_texts
+                columns = [RemoteColumns("", "", handle, 2, handle, -3.0, *told) for handle in handles]
                 return [Generation(versions[:0], versions[:0], "stop", self.version, remote=each, text="") for each in columns]
         return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
+
+    def score(self, columns_B, problem):
+        with self.lock:
+            self.losses -= 1
+            if self.losses >= 0:
+                self.keeps -= {columns.handle for columns in columns_B}
+                raise EngineLostError("the engine is gone with its columns")
+            self.scored.append(problem.id)
+        return [Scored(Reward(float(member % 2), False), 0.25, member == 3) for member in range(len(columns_B))]
+
+    def read_texts(self, columns_B):
+        self.read += [columns.handle for columns in columns_B]
+        return [(f"thought of {columns.handle}, answer", "answer", "thought") for columns in columns_B]
 
     def find_columns(self, by_engine):
         return {columns.handle for own in by_engine.values() for columns in own} & self.keeps
@@ -89,14 +104,17 @@ class Run:
         tokenizer = tokenizer_of(lambda text, add_special_tokens: [int(text)])
         self.scored: list[str] = []
         sampler = MultiTurnSampler(self.engine, tokenizer)  # type: ignore[arg-type]
-        worker = RolloutWorker(changed, sampler, stream, [], self, find_columns=self.engine.find_columns)  # type: ignore[arg-type]
+        worker = RolloutWorker(changed, sampler, stream, [], self, engines=self.engine)  # type: ignore[arg-type]
         self.ahead = AsyncRolloutWorker(worker, max_staleness, steps, self.engine.slow.set)
-        self.trained: list[list[str]] = []
+        self.config, self.trained = changed, list[list[str]]()
         self.sampling: list[dict[str, float]] = []
         self.ages: list[int] = []
 
     def split(self, text, problem):
         return Response(text, "")
+
+    def settle(self, rewards, problems):
+        return rewards
 
     def score(self, texts, problems, lengths, broken, *_):
         """Give every third problem equal rewards."""
@@ -292,6 +310,25 @@ def test_a_kept_completion_counts_like_another_one():
     samples = to_training_samples(rollout)
     assert [(each.length, each.sampled_count, len(each.response_ids), each.remote.trained_at) for each in samples] == [(3, 2, 0, 0)] * 8
     assert build_sample_rows(1, rollout.completions_B, 1)[0]["versions"] == [0, 0]
+
+
+@pytest.mark.parametrize("losses", [0, 1, 3])
+def test_texts_that_an_engine_keeps_are_scored_there_and_lost_ones_are_sampled_again(losses):
+    run = Run(0, 1)
+    run.engine.keeps, run.engine.keeps_texts, run.engine.losses = set(), True, losses
+    run.engine.slow.set()
+    run.ahead.begin(0)
+    rollout = run.ahead.collect(0)
+    run.ahead.close()
+    assert sorted(run.engine.scored) == ["0", "1"] and run.scored == [] and len(run.engine.ended) == 2 + losses
+    assert [member.reward.value for member in rollout.completions_B] == [0.0, 1.0] * 4
+    metrics = compute_rollout_metrics(rollout)
+    assert (metrics["length/thought_share"], metrics["length/unfinished_thoughts"]) == (0.25, 0.25)
+    shown = [member for member in rollout.completions_B if member.text]
+    assert [member.remote.handle for member in shown] == run.engine.read and len(shown) == run.config.log.samples < 8
+    rows = build_sample_rows(1, rollout.completions_B, len(shown))
+    assert [row["completion"] for row in rows] == [f"thought of {handle}, answer" for handle in run.engine.read]
+    assert {(row["thought"], row["response"]) for row in rows} == {("thought", "answer")}
 
 
 class Engine:

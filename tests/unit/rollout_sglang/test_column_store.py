@@ -36,7 +36,7 @@ def answer(tokens=3, version=1, versions=(), kept=False, experts=False, logprob=
 
 def leave(store, packed, place="remote", staleness=0, url="http://engine"):
     """Return the completion that rank 0 gets."""
-    return read_generation(store.leave(packed, place, staleness), 2, SHAPE, True, True, url, KEY)
+    return read_generation(store.leave([7, 8], packed, place, staleness), 2, SHAPE, True, True, url, KEY)
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_rank_0_learns_only_what_it_needs(kept):
     left = leave(ColumnStore(), packed)
     remote = left.remote
     assert (remote.url, remote.key, remote.tokens, remote.versions, remote.trained_at) == ("http://engine", KEY, 3, (3, 4), None)
+    assert (remote.prompt_tokens, remote.has_text, left.text) == (2, True, "")
     assert remote.logprob_sum == float(np.sum(whole.logprobs_T)) and KEY not in repr(left)
     assert not len(left.output_ids_T) and not len(left.logprobs_T) and left.routed_experts_T is left.kept_tokens is left.versions_T is None
     assert (left.policy_version, left.finish_reason, left.cached_tokens) == (4, "stop", 2)
@@ -70,14 +71,14 @@ def test_rank_0_learns_only_what_it_needs(kept):
     assert other.remote.digest == remote.digest != leave(ColumnStore(), answer(2)).remote.digest and other.remote.handle != remote.handle
 
 
-def test_token_ids_may_come_with_the_answer_and_what_nobody_trains_on_is_dropped():
-    store = ColumnStore()
-    assert leave(store, answer(), "but_ids").output_ids_T.tolist() == [10, 11, 12]
-    dropped = leave(store, answer(), "none").remote
-    assert (dropped.handle, dropped.tokens) == ("", 3) and store.get([""]) == [None]
-    assert store.leave(packed := answer(), "here", 0) is packed
+def test_the_text_may_come_with_the_answer_and_an_aborted_completion_stays_whole():
+    store, told = ColumnStore(), answer()
+    told.text = "twelve"
+    left = leave(store, told, "but_text")
+    assert left.text == "twelve" and not left.remote.has_text and not len(left.output_ids_T)
+    assert store.leave([7], packed := answer(), "here", 0) is packed
     (aborted,) = read_answers(pack_answers([{"meta_info": {"finish_reason": {"type": "abort"}}}]))
-    assert store.leave(aborted, "remote", 0) is aborted
+    assert store.leave([7], aborted, "remote", 0) is aborted
     with pytest.raises(RunError, match="not a finite number"):
         leave(store, answer(logprob=float("nan")))
 
@@ -91,7 +92,7 @@ def test_columns_live_as_long_as_a_trainer_may_take_them(staleness):
 
 def test_headers_say_where_columns_go():
     assert read_place({}) == ("here", 0) and ask_to_leave("here", 3) == {}
-    assert read_place(ask_to_leave("but_ids", 3)) == ("but_ids", 3)
+    assert read_place(ask_to_leave("but_text", 3)) == ("but_text", 3)
 
 
 def test_a_replica_fetches_columns_in_order_from_every_engine(server):
@@ -99,13 +100,13 @@ def test_a_replica_fetches_columns_in_order_from_every_engine(server):
     whole = [read_generation(each, 2, SHAPE, True, True) for each in packed]
     columns = [leave(remote_columns.store, each, url=server).remote for each in packed]
     columns[1] = replace(columns[1], url=server.replace("127.0.0.1", "localhost"))
-    for found, expected in zip(fetch_columns(columns, [2, 2, 2], True, SHAPE, 60.0), whole, strict=True):
-        assert found.remote is None and found.policy_version == 5
+    for found, expected in zip(fetch_columns(columns, True, SHAPE, 60.0), whole, strict=True):
+        assert found.remote is None and found.policy_version == 5 and found.prompt_ids_T.tolist() == [7, 8]
         for name in ("output_ids_T", "logprobs_T", "routed_experts_T"):
             one, other = getattr(found, name), getattr(expected, name)
             assert np.array_equal(one, other) and one.dtype == other.dtype
         assert found.kept_tokens.ids.tolist() == expected.kept_tokens.ids.tolist()
-    assert fetch_columns([], [], True, SHAPE, 60.0) == []
+    assert fetch_columns([], True, SHAPE, 60.0) == []
 
 
 def test_lost_columns_end_the_run_with_one_line_that_hides_the_key(server):
@@ -118,7 +119,7 @@ def test_lost_columns_end_the_run_with_one_line_that_hides_the_key(server):
     }
     for message, columns in wrong.items():
         with pytest.raises(RunError, match=message) as caught:
-            fetch_columns([kept, columns], [2, 2], True, SHAPE, 60.0)
+            fetch_columns([kept, columns], True, SHAPE, 60.0)
         assert columns.key not in str(caught.value)
 
 
