@@ -119,9 +119,7 @@ def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
     return "here" if is_loopback(urlsplit(url).hostname or "") and not runs_on_one_node() else wanted
 
 
-def fetch_columns(
-    columns_B: Sequence[RemoteColumns], records_kept: bool, routing: RoutingShape | None, timeout: float
-) -> list[Generation]:
+def fetch_columns(columns_B: Sequence[RemoteColumns], records_kept: bool, routing: RoutingShape | None, timeout: float) -> list[Generation]:
     """Return completions with the columns that engines keep, and their prompts. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
     RunError if it gives other columns."""
     by_engine = group_by_engine(columns_B)

@@ -65,11 +65,11 @@ class MultiTurnSampler:
         """See `Sampler.sample`. `max_new_tokens` limits all turns of a completion together."""
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
-        pairs = zip(problems_B, samplings_B, strict=True)
+        prompts = dict.fromkeys(problem.prompt for problem in problems_B)  # a group has one
+        encoded = {prompt: np.array(encode_prompt(self._tokenizer, prompt, self._chat), np.int32) for prompt in prompts}
         dialogues = []
-        for problem, params in pairs:
-            prompt_ids_T = np.array(encode_prompt(self._tokenizer, problem.prompt, self._chat), np.int32)
-            completion = Completion(problem, prompt_ids_T, np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
+        for problem, params in zip(problems_B, samplings_B, strict=True):
+            completion = Completion(problem, encoded[problem.prompt], np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
             dialogues.append(_Dialogue(completion, Episode(**vars(problem), seed=params.seed or 0), params, version, staleness, abort))
         if self._environments is None:
             self._sample_turn(dialogues)

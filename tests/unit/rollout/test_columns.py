@@ -1,5 +1,7 @@
 """Where a run leaves the columns of its completions."""
 
+import json
+
 import pytest
 
 from megatron_rl.config import Config
@@ -16,11 +18,12 @@ HTTP, OWN, MATH = {"name": "http", "url": "http://host/score"}, {"name": "raisin
         ("but_text", {"reward": {"functions": [HTTP, MATH]}}),
         ("here", {"reward": {"functions": [HTTP, OWN]}}),
         ("here", {"train": {"layout": {"tp": 2}}}),
-        ("here", {"environment": {"function": "calculator:Calculator"}}),
-        ("here", {"agent": {"function": "agent:run"}}),
-        ("here", {"replay": {}}),
+        ("here", {"environment": {"name": "calculator:Calculator"}}),
+        ("here", {"agent": {"name": "agent:run"}}),
+        ("here", {"replay": {"prompts_per_step": 1}}),
         ("here", {"rollout": {"over_sampling_prompts": 1}}),
     ],
 )
 def test_columns_pass_rank_0_only_if_something_there_needs_them(place, changes):
-    assert choose_place(Config.model_validate({"model": {"path": "m"}, "train": {"layout": {"dp": 2}}, **changes})) == place
+    sections = {"model": {"path": "m"}, "train": {"layout": {"dp": 2}}, **changes}
+    assert choose_place(Config.model_validate_json(json.dumps(sections))) == place

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from support.processes import free_port, until
 
 from megatron_rl.config import Config
-from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.types import Problem
 from megatron_rl.workers import plain
@@ -64,7 +64,8 @@ def ask(client, handles):
 
 
 def test_the_verdicts_are_those_of_rank_0(store):
-    config = RewardConfig.model_validate({"functions": [{"name": "math"}, {"name": "length", "full_tokens": 3, "zero_tokens": 6}], "workers": 1})
+    length = RewardFunctionConfig(name="length", full_tokens=3, zero_tokens=6)
+    config = RewardConfig(functions=(RewardFunctionConfig(name="math"), length), workers=1)
     with Scorer(config, print) as scorer:
         expected = scorer.score(TEXTS, [PROBLEM] * 4, [2, 3, 4, 5])
     handles = leave(store, TEXTS)
@@ -111,10 +112,10 @@ def test_what_goes_wrong_is_said_in_one_line(store):
 
 def test_only_engines_of_a_run_that_leaves_texts_there_score(monkeypatch, tmp_path):
     settings = {"model": {"path": "m"}, "train": {"layout": {"dp": 2}}, "rollout": {"engines": 4}, "reward": {"workers": 6, "timeout": 2}}
-    environment = scoring.make_environment(Config.model_validate(settings))
+    environment = scoring.make_environment(Config.model_validate_json(json.dumps(settings)))
     assert json.loads(environment[scoring.VARIABLE])["workers"] == 2
     settings["train"] = {"layout": {"tp": 2}}
-    assert scoring.make_environment(Config.model_validate(settings)) == {}
+    assert scoring.make_environment(Config.model_validate_json(json.dumps(settings))) == {}
     monkeypatch.delenv(scoring.VARIABLE, raising=False)
     scoring.start(app := Starlette(), tmp_path, True)
     monkeypatch.setenv(scoring.VARIABLE, environment[scoring.VARIABLE])
