@@ -1,5 +1,5 @@
-"""Columns that stay at the engine: its server keeps the arrays and the text of an answer, and rank 0 gets only their length, a digest of the
-tokens, and the sum of the log-probs. The ranks that train on the completion fetch the arrays, so they never pass rank 0.
+"""Columns that stay at the engine: its server keeps the arrays and the text of an answer, and rank 0 gets only their length, a digest of
+the tokens, and the sum of the log-probs. The ranks that train on the completion fetch the arrays, so they never pass rank 0.
 
 The server drops the columns of a policy version once no trainer takes them any more: when an answer comes that is more than
 `placement.max_staleness` versions newer. It therefore holds what rank 0 would hold, divided by the number of engines."""
@@ -120,8 +120,8 @@ def choose_place(wanted: ColumnPlace, url: str) -> ColumnPlace:
 
 
 def fetch_columns(columns_B: Sequence[RemoteColumns], records_kept: bool, routing: RoutingShape | None, timeout: float) -> list[Generation]:
-    """Return completions with the columns that engines keep, and their prompts. Raise EngineLostError if an engine does not answer in `timeout` seconds, or
-    RunError if it gives other columns."""
+    """Return completions with the columns that engines keep, and their prompts. Raise EngineLostError if an engine does not answer in
+    `timeout` seconds, or RunError if it gives other columns."""
     by_engine = group_by_engine(columns_B)
 
     def fetch(engine: tuple[str, str], own: list[RemoteColumns]) -> Iterable[tuple[str, Answer | None]]:

@@ -4,10 +4,11 @@
     python tools/rollout_data.py --tokens 300000 --replicas 1,3     # other sizes
     python tools/rollout_data.py --experts 48x8                     # with the routing of 48 layers and 8 experts
 
-1. The engine's server writes the answers of a request as SGLang's JSON, in columns (`rollout_sglang.answers`), and with the text instead of
-   the columns, which it keeps (`rollout_sglang.remote_columns`). Rank 0 reads the JSON and the columns.
-2. Rank 0 alone does what it does in a step of `--planned` replicas up to the sends: it reads their answers, writes the tasks of the reward
-   workers, and makes and serializes the samples. Once all columns pass rank 0, which decodes the texts; once they stay at the engines.
+1. The engine's server writes the answers of a request as SGLang's JSON, in columns (`rollout_sglang.answers`), and without texts and
+   columns, which it keeps (`rollout_sglang.remote_columns`). Rank 0 reads the JSON and the columns.
+2. Rank 0 alone does what it does in a step of `--planned` replicas up to the sends: it reads their answers, asks for the rewards, and makes
+   and serializes the samples. Once all columns pass rank 0, which decodes the texts and writes the tasks of the reward workers; once they
+   stay at the engines, which score.
 3. A world of one real rank per replica shares samples over gloo (`training.samples`), in both ways. The engine is a process with the real
    store and routes, from which each replica fetches its columns over HTTP.
 
@@ -51,16 +52,19 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.model import start_megatron
 from megatron_rl.mcore.passes.replicas import PIECE_BYTES
 from megatron_rl.rewards.foreign import Sample
+from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.thinking import decode_completion
+from megatron_rl.rollout.groups import assign_scored
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import prepare_samples, share_samples
-from megatron_rl.types import Completion, Problem, Reward
+from megatron_rl.types import Completion, Problem, Reward, Scored
 from megatron_rl.workers.plain import dump
 from parallel.layout import Layout
 from rollout_sglang import remote_columns
 from rollout_sglang.access import require_key
 from rollout_sglang.answers import Answer, pack_answers, parse_generation, read_answers, read_generation, read_routed_experts
-from rollout_sglang.remote_columns import ColumnStore
+from rollout_sglang.remote_columns import ColumnStore, Kept
+from rollout_sglang.scoring import SCORED
 
 _GROUP = 4
 _ATTENTION_LENGTH = 60_000.0
@@ -86,11 +90,11 @@ class Request:
         self.tokens, self.answers = tokens, make_answers(np.resize(texts, tokens), self.tokenizer, shape)
 
     def leave(self) -> bytes:
-        """Return what rank 0 gets of them if the columns stay at the server, which decodes the texts. Handles are numbers."""
+        """Return what rank 0 gets of them if texts and columns stay at the server. Handles are numbers."""
         store, numbers = ColumnStore(), itertools.count()
 
-        def leave(answer: Answer) -> Answer:
-            left = store.leave(answer, "remote", 0)
+        def leave(_: int, answer: Answer) -> Answer:
+            left = store.leave([0], answer, "remote", 0)
             assert left.remains is not None
             left.remains.handle = str(next(numbers))
             return left
@@ -150,7 +154,7 @@ def measure_answers(request: Request, shape: RoutingShape | None, repeat: int) -
     for _ in range(repeat):
         by_json = clock("write JSON", lambda: orjson.dumps(request.answers))
         by_columns = clock("write columns", lambda: pack_answers(request.answers))
-        left = clock("write text, keep columns", request.leave)
+        left = clock("keep text and columns", request.leave)
         read = [clock("read JSON", partial(read_json, by_json, shape)), clock("read columns", partial(read_columns, by_columns, shape))]
         for one, other in zip(*read, strict=True):
             assert all(np.array_equal(each, same) for each, same in zip(one, other, strict=True)), "the forms differ"
@@ -163,13 +167,22 @@ def measure_rank0(request: Request, replicas: int, shape: RoutingShape | None, r
     """Return the CPU microseconds of rank 0 per token of one replica, if every replica's completions are those of `request`."""
     contents = {"through rank 0": pack_answers(request.answers), "at the engines": request.leave()}
     config, results = make_config(Path.cwd()), dict[str, float]()
+    scorer = Scorer(config.reward, print)
+    scored = SCORED.dump_json([Scored(Reward(float(number % 2), True), 0.0, False) for number in range(_GROUP)])
     for way, content in contents.items():
         seconds = []
         for _ in range(repeat):
             start = time.process_time()
-            completions = [completion for _ in range(replicas) for completion in read_completions(content, request.tokenizer, shape)]
-            for completion in completions:
-                dump((completion.text, Sample(completion.output_ids_T.tobytes())))
+            completions = list[Completion]()
+            for _ in range(replicas):
+                group = list(read_completions(content, request.tokenizer, shape))
+                if all(completion.remote for completion in group):
+                    dump(([completion.remote.handle for completion in group if completion.remote], _PROBLEM))
+                    assign_scored(group, SCORED.validate_python(json.loads(scored)), scorer)
+                else:
+                    for completion in group:
+                        dump((completion.text, _PROBLEM, Sample(completion.output_ids_T.tobytes())))
+                completions += group
             rollout = RolloutBatch(completions, {"ahead/generate": 1.0})
             (samples,) = prepare_samples(rollout, 1, config, shape, None).mini_batches
             for share in deal(compute_costs([sample.length for sample in samples], _ATTENTION_LENGTH), replicas):
@@ -223,7 +236,9 @@ def serve(port: int, key: str, answers: Answers) -> None:
     remote_columns.add_routes(app)
     require_key(app, key)
     kept = read_answers(pack_answers(answers))
-    remote_columns.store._by_version[int(kept[0].version)] = dict(zip(map(str, range(_GROUP)), kept, strict=True))
+    for number, answer in enumerate(kept):
+        answer.prompt = bytearray(4)
+        remote_columns.store._by_version.setdefault(int(answer.version), {})[str(number)] = Kept(answer, "")
     uvicorn.run(app, port=port, log_level="error")
 
 
@@ -261,17 +276,17 @@ def main(
 
 
 def _print(report: dict[str, Any]) -> None:
-    costs, forms = report["answers"], Table("per token", "SGLang's JSON", "columns", "text, columns kept")
+    costs, forms = report["answers"], Table("per token", "SGLang's JSON", "columns", "text and columns kept")
     for name, names in {
         "bytes of an answer": ("bytes JSON", "bytes columns", "bytes left"),
-        "engine's server writes (µs)": ("write JSON", "write columns", "write text, keep columns"),
+        "engine's server writes (µs)": ("write JSON", "write columns", "keep text and columns"),
         "rank 0 reads (µs)": ("read JSON", "read columns"),
     }.items():
         forms.add_row(name, *(f"{costs[each]:.3f}" for each in names))
-    alone = Table("replicas", "rank 0 works (µs per token of one replica): columns through rank 0", "at the engines", "ratio")
+    alone = Table("replicas", "rank 0 works (µs per token of one replica): columns through rank 0", "at the engines", "µs per completion")
     for count, ways in report["rank 0"].items():
         before, after = ways["through rank 0"], ways["at the engines"]
-        alone.add_row(str(count), f"{before:.3f}", f"{after:.3f}", f"{before / after:.1f}")
+        alone.add_row(str(count), f"{before:.3f}", f"{after:.4f}", f"{after * report['tokens'] / (count * _GROUP):.1f}")
     ranks = Table("replicas", "share (µs per token of one replica): columns", "rank 0", "largest other")
     for count, by_way in report["share"].items():
         for way, usage in by_way.items():

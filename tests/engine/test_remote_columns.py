@@ -12,7 +12,7 @@ from rollout_sglang.remote_columns import fetch_columns
 CHANGES = {
     "train.layout.dp": 2,
     "train.steps": 4,
-    "reward.function": "math",  # not an own function, which would get token ids
+    "reward.function": "math",
     "reward.max_error_share": 1.0,
     "rollout.sglang": '{log_level = "info"}',
     "log.samples": 8,
@@ -30,26 +30,27 @@ def leave_and_fetch(tokens):
     """Return the completions of all prompts as the engines answer them, as they tell of them, and as a replica fetches them; and how many
     of their columns are kept at once, after the next version's first answer, and of its own."""
     engines, prompts = current().engines, [prompt.numpy() for prompt in PROMPTS]
-    ways = [[SamplingParams(1.0, tokens, seed, columns=place) for seed in range(len(prompts))] for place in ("here", "but_ids", "remote")]
-    here, but_ids, remote = (engines.generate(prompts, way) for way in ways)
+    ways = [[SamplingParams(1.0, tokens, seed, columns=place) for seed in range(len(prompts))] for place in ("here", "but_text", "remote")]
+    here, but_text, remote = (engines.generate(prompts, way) for way in ways)
     columns = [generation.remote for generation in remote]
-    fetched = fetch_columns(columns, [len(prompt) for prompt in prompts], False, None, 60.0)
+    fetched = fetch_columns(columns, False, None, 60.0)
     kept = [len(engines.find_columns(group_by_engine(columns)))]
     trainer_engine.sync(1)
     newer = [generation.remote for generation in engines.generate(prompts[:1], ways[2][:1])]
     kept += [len(engines.find_columns(group_by_engine(columns))), len(engines.find_columns(group_by_engine(newer)))]
     trainer_engine.sync(0)
-    return here, but_ids, remote, fetched, kept
+    return here, but_text, remote, fetched, kept
 
 
 def test_a_replica_fetches_what_the_engine_would_have_answered(unified):
-    here, but_ids, remote, fetched, kept = unified.call(leave_and_fetch, 20)[0]
+    here, but_text, remote, fetched, kept = unified.call(leave_and_fetch, 20)[0]
     assert kept == [len(PROMPTS), 0, 1]
-    for whole, ids, left, found in zip(here, but_ids, remote, fetched, strict=True):
-        assert whole.remote is None and found.remote is None and ids.remote.digest == left.remote.digest
-        assert whole.output_ids_T.tobytes() == found.output_ids_T.tobytes() == ids.output_ids_T.tobytes() != left.output_ids_T.tobytes()
+    for prompt, whole, told, left, found in zip(PROMPTS, here, but_text, remote, fetched, strict=True):
+        assert whole.remote is None and found.remote is None and told.remote.digest == left.remote.digest
+        assert whole.output_ids_T.tobytes() == found.output_ids_T.tobytes() and not len(left.output_ids_T) + len(told.output_ids_T)
+        assert found.prompt_ids_T.tolist() == prompt.tolist() and left.remote.prompt_tokens == len(prompt)
         assert whole.logprobs_T.tobytes() == found.logprobs_T.tobytes() and left.remote.tokens == len(whole.output_ids_T)
-        assert whole.text == left.text == ids.text and whole.finish_reason == left.finish_reason
+        assert whole.text == told.text and left.text == "" and left.remote.has_text and whole.finish_reason == left.finish_reason
         assert left.remote.logprob_sum == float(whole.logprobs_T.sum())
 
 
@@ -63,7 +64,9 @@ def run_and_kill(folder, changes, kills=True):
     assert done.code == 0, done.err
     run = train_command.latest(folder)
     assert ("is lost" in (run / "run.log").read_text()) == kills
-    assert (run / "engine.log").read_text().count("POST /megatron_rl/columns") >= 2 * 4 - 2 * kills
+    log = (run / "engine.log").read_text()
+    assert log.count("POST /megatron_rl/columns") >= 2 * 4 - 2 * kills
+    assert log.count("POST /megatron_rl/score") >= 4 and log.count("POST /megatron_rl/texts") >= 4 - kills
     return run
 
 

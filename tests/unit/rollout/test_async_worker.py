@@ -40,12 +40,8 @@ class Lengths:
         self.version, self.fails, self.ended, self.aborted = 0, 0, list[int](), list[int]()
         self.patience = math.inf
         self.keeps: set[str] | None = None  # handles of kept columns, or None if columns come with the answers
-        self.keeps_texts, self.losses, self.scored, self.read = (
-            False,
-            0,
-            list[str](),
-            list[str](),
-        )  # `losses`: how many requests to score fail
+        self.keeps_texts, self.losses = False, 0  # `losses`: how many of the next requests to score fail
+        self.scored, self.read = list[str](), list[str]()
         self.slow = threading.Event()
         self.lock = threading.Lock()
 
