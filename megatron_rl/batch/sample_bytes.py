@@ -48,7 +48,7 @@ class SampleBytes:
         for name in _NUMBERS:
             rows[name] = [getattr(sample, name) for sample in samples]
         rows["has_kept"] = [sample.kept_tokens is not None for sample in samples]
-        rows["lengths"] = np.array([[len(part) for part in column] for column in parts]).T
+        rows["lengths"] = np.array([[part.size(0) for part in column] for column in parts]).T  # `len` of a tensor is slow
         header = _HEADER.dump_json(_Header(len(samples), [_describe(column) for column in parts], [sample.remote for sample in samples]))
         head = len(header).to_bytes(8, "little") + header + rows.tobytes()
         head += bytes(round_up(len(head), _ALIGNMENT) - len(head))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import ReplayBuffer
 
 MiniBatches = list[list[TrainingSample]]
+_EMPTY = torch.empty(0)
 
 
 @dataclass
@@ -216,4 +217,4 @@ def _sampled(values_T: np.ndarray | None, response_mask_T: np.ndarray | None) ->
 
 
 def _to_tensor(values: np.ndarray | None) -> torch.Tensor:
-    return torch.empty(0) if values is None else torch.from_numpy(values)
+    return _EMPTY if values is None else torch.from_numpy(values)
