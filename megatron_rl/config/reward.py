@@ -96,7 +96,7 @@ class RewardConfig(ConfigSection):
     """Maximum share of a step's or an evaluation's completions without a verdict, because a function, server, environment or agent failed.
     Above it, or if no completion has a verdict, the run ends."""
     workers: int = Field(2, ge=1, le=MAX_WORKERS)
-    """Number of worker processes."""
+    """Number of worker processes. If engines score the completions (`train.layout.dp` above 1), they share them, each with at least one."""
     timeout: float = Field(5.0, gt=0, le=MAX_SECONDS)
     """Time limit in seconds for one completion, all functions together. After that the worker is replaced and `on_error` applies. The
     first completion of each data set in a worker may take 120 s, because many functions load something then."""

@@ -23,6 +23,7 @@ LEARNING = {
     "rollout.group_size": 4,
     "data.settings.levels": "[1]",
 }
+TWO_ENGINES = {"rollout.engines": 2, "reward.function": "examples.arithmetic.reward:reward"}  # the engines run the user's own function
 PROMPTS = [sample.prompt_ids for sample in random_sequences(6, seed=17)]
 
 
@@ -55,16 +56,16 @@ def test_a_replica_fetches_what_the_engine_would_have_answered(unified):
 
 
 def run_and_kill(folder, changes, kills=True):
-    """Return the folder of a run of two replicas whose engine is killed after the first step, when it keeps columns of the next one."""
+    """Return the folder of a run of two replicas of which an engine is killed after the first step, when it keeps columns of the next one."""
     with train_command.train(folder, CHANGES | changes, launcher=train_command.TORCHRUN) as command:
         if kills:
             train_command.wait_for_rows(command, folder, 2)
-            train_command.kill_engine(command)
+            train_command.kill_engine(command, most=1)
         done = command.wait(train_command.LONG)
     assert done.code == 0, done.err
     run = train_command.latest(folder)
     assert ("is lost" in (run / "run.log").read_text()) == kills
-    log = (run / "engine.log").read_text()
+    log = "".join(file.read_text() for file in run.glob("engine*.log"))
     assert log.count("POST /megatron_rl/columns") >= 2 * 4 - 2 * kills
     assert log.count("POST /megatron_rl/score") >= 4 and log.count("POST /megatron_rl/texts") >= 4 - kills
     return run
@@ -72,8 +73,9 @@ def run_and_kill(folder, changes, kills=True):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_run_whose_engine_is_lost_with_columns_has_the_rows_of_one_that_nothing_happened_to(tmp_path):
-    straight, killed = (run_and_kill(tmp_path / name, LEARNING, name == "killed") for name in ("straight", "killed"))
+@pytest.mark.parametrize("changes", [{}, TWO_ENGINES], ids=["one engine", "two engines"])
+def test_a_run_whose_engine_is_lost_with_columns_has_the_rows_of_one_that_nothing_happened_to(tmp_path, changes):
+    straight, killed = (run_and_kill(tmp_path / name, LEARNING | changes, name == "killed") for name in ("straight", "killed"))
     rows, samples = train_command.read_numbers(straight), train_command.read_rows(straight, "samples.jsonl")
     assert rows == train_command.read_numbers(killed)
     assert samples == train_command.read_rows(killed, "samples.jsonl") and len(samples) == 4 * 8

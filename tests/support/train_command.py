@@ -97,9 +97,10 @@ def end_by(strike, command):
     return done
 
 
-def kill_engine(command):
-    """Kill the engines' servers."""
-    end(process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words)
+def kill_engine(command, most=None):
+    """Kill the engines' servers, or `most` of them."""
+    servers = [process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words]
+    end(servers[:most])
 
 
 def kill_rank_1(command):
