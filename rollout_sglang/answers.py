@@ -22,6 +22,7 @@ ABORTED = "abort"  # finish of a completion that the engine has dropped: its tok
 MEDIA_TYPE = "application/vnd.megatron-rl.answers"
 _NOT_FINITE = "the engine computed a log-probability that is not a finite number: its weights or its FP8 scales are broken"
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+_NO_IDS, _NO_LOGPROBS = np.empty(0, IDS), np.empty(0, LOGPROBS)
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,14 +114,12 @@ def _narrow(text: str | None) -> tuple[bytearray | None, Literal["|u1", "<u2", "
 
 def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
     """Return the completion in an answer. Raise RunError for unexpected policy versions or a log-prob that is not finite."""
-    versions = {version for version, _, _ in answer.spans} | {answer.version}
-    if len(versions) > 1 and not mixed_versions:
-        raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
+    versions = _find_versions(answer, mixed_versions)
     ids_T, logprobs_T = np.frombuffer(answer.ids, IDS), _read_logprobs(answer.logprobs)
-    if len(ids_T) != len(logprobs_T) and answer.remains is None:
+    if len(ids_T) != len(logprobs_T):
         raise RunError(f"the engine reports {len(logprobs_T)} log-probs for a completion of {len(ids_T)} tokens")
     versions_T = None
-    if len(versions) > 1 and answer.remains is None:
+    if len(versions) > 1:
         lengths = [end - start for _, start, end in answer.spans]
         if sum(lengths) != len(ids_T):
             raise RunError(f"the engine reports the policy versions of {sum(lengths)} tokens for a completion of {len(ids_T)} tokens")
@@ -130,20 +129,26 @@ def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
     )
 
 
+def _find_versions(answer: Answer, mixed_versions: bool) -> set[str]:
+    versions = {version for version, _, _ in answer.spans} | {answer.version}
+    if len(versions) > 1 and not mixed_versions:
+        raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
+    return versions
+
+
 def read_generation(
     answer: Answer, prompt_tokens: int, routing: RoutingShape | None, records_kept: bool, mixed_versions: bool, url: str = "", key: str = ""
 ) -> Generation:
     """Return the completion in an answer, with its routing and kept tokens if they are recorded. `url` and `key`: of the engine, which may
     have kept the columns. Raise RunError if anything is wrong."""
-    generation = parse_generation(answer, mixed_versions)
     if (left := answer.remains) is not None:
         if not math.isfinite(left.logprob_sum):
             raise RunError(_NOT_FINITE)
-        versions = tuple(sorted({int(version) for version, _, _ in answer.spans} | {generation.policy_version}))
-        place, kept = (url, key, left.handle), {"prompt_tokens": prompt_tokens, "has_text": answer.text is None}
-        generation.remote = RemoteColumns(*place, left.tokens, left.digest, left.logprob_sum, versions, **kept)
-        generation.text = answer.text or ""
-        return generation
+        versions = tuple(sorted(map(int, _find_versions(answer, mixed_versions))))
+        facts = left.handle, left.tokens, left.digest, left.logprob_sum, versions, None, prompt_tokens, answer.text is None
+        about = answer.finish, int(answer.version), None, None, None, answer.cached_tokens
+        return Generation(_NO_IDS, _NO_LOGPROBS, *about, RemoteColumns(url, key, *facts), answer.text or "")
+    generation = parse_generation(answer, mixed_versions)
     if answer.prompt is not None:
         generation.prompt_ids_T = np.frombuffer(answer.prompt, IDS)
     if routing is not None:

@@ -27,13 +27,13 @@ from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics, select_evenly
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.types import Generation, RemoteColumns
+from megatron_rl.types import Completion, Generation, RemoteColumns
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups
     from megatron_rl.batch.replay import ReplayBuffer
 
 MiniBatches = list[list[TrainingSample]]
-_EMPTY = torch.empty(0)
+_NO_IDS, _NO_VALUES = torch.empty(0, dtype=torch.int32), torch.empty(0)
 
 
 @dataclass
@@ -192,23 +192,24 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
             tokens = len(each.prompt_ids_T) + len(each.output_ids_T)
             if each.remote is None:
                 routing.check_shape(each.routed_experts_T, tokens, f"completion {number} of {len(pairs)}")
-    return [
-        TrainingSample(
-            torch.from_numpy(each.prompt_ids_T if each.remote is None else each.output_ids_T),
-            torch.from_numpy(each.output_ids_T),
-            number=number,
-            reward=completion.score,
-            excluded=completion.reward.excluded,
-            masked=completion.masked,
-            rollout_logprobs=_sampled(each.logprobs_T, each.response_mask_T),
-            response_mask=_to_tensor(each.response_mask_T),
-            routed_experts=_to_tensor(None if routing is None else each.routed_experts_T),
-            kept_tokens=each.kept_tokens,
-            version_lags=_sampled(each.version_lags_T, each.response_mask_T),
-            remote=each.remote,
-        )
-        for number, (completion, each) in enumerate(pairs)
-    ]
+    return [_to_sample(number, completion, each, routing) for number, (completion, each) in enumerate(pairs)]
+
+
+def _to_sample(number: int, completion: Completion, each: Completion, routing: RoutingShape | None) -> TrainingSample:
+    """Return the sample of `each`, one of the completion's conversations."""
+    facts = {"number": number, "reward": completion.score, "excluded": completion.reward.excluded, "masked": completion.masked}
+    if each.remote is not None:
+        return TrainingSample(_NO_IDS, _NO_IDS, remote=each.remote, **facts)
+    return TrainingSample(
+        torch.from_numpy(each.prompt_ids_T),
+        torch.from_numpy(each.output_ids_T),
+        rollout_logprobs=_sampled(each.logprobs_T, each.response_mask_T),
+        response_mask=_to_tensor(each.response_mask_T),
+        routed_experts=_to_tensor(None if routing is None else each.routed_experts_T),
+        kept_tokens=each.kept_tokens,
+        version_lags=_sampled(each.version_lags_T, each.response_mask_T),
+        **facts,
+    )
 
 
 def _sampled(values_T: np.ndarray | None, response_mask_T: np.ndarray | None) -> torch.Tensor:
@@ -217,4 +218,4 @@ def _sampled(values_T: np.ndarray | None, response_mask_T: np.ndarray | None) ->
 
 
 def _to_tensor(values: np.ndarray | None) -> torch.Tensor:
-    return _EMPTY if values is None else torch.from_numpy(values)
+    return _NO_VALUES if values is None else torch.from_numpy(values)

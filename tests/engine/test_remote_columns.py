@@ -56,7 +56,7 @@ def test_a_replica_fetches_what_the_engine_would_have_answered(unified):
 
 
 def run_and_kill(folder, changes, kills=True):
-    """Return the folder of a run of two replicas of which an engine is killed after the first step, when it keeps columns of the next one."""
+    """Return the folder of a run of two replicas that loses an engine after the first step, when it keeps columns of the next one."""
     with train_command.train(folder, CHANGES | changes, launcher=train_command.TORCHRUN) as command:
         if kills:
             train_command.wait_for_rows(command, folder, 2)
