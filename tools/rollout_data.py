@@ -54,8 +54,7 @@ from megatron_rl.mcore.passes.replicas import PIECE_BYTES
 from megatron_rl.rewards.foreign import Sample
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rewards.thinking import decode_completion
-from megatron_rl.rollout.groups import assign_scored
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch, assign_scored
 from megatron_rl.training.samples import prepare_samples, share_samples
 from megatron_rl.types import Completion, Problem, Reward, Scored
 from megatron_rl.workers.plain import dump

@@ -3,8 +3,8 @@
 from megatron_rl.evaluation.statistics import majority_at_k, pass_at_k
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.metrics import STEP_SECONDS, declare
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import compute_accuracies
-from megatron_rl.rollout.worker import RolloutBatch
 
 _HELD_OUT, _PARTS = "[bold green]held-out {:.1%}", "correct, by level or set"
 _ACCURACIES = (

@@ -136,10 +136,12 @@ class EnginePool:
         return self._ask_owner(columns_B, lambda engine: engine.score(columns_B, problem))
 
     def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+        def read(own: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+            return self._ask_owner(own, lambda engine: engine.read_texts(own))
+
         texts = dict[str, tuple[str, str | None, str]]()
         for own in group_by_engine(columns_B).values():
-            found = self._ask_owner(own, lambda engine, own=own: engine.read_texts(own))
-            texts |= zip((columns.handle for columns in own), found, strict=True)
+            texts |= zip((columns.handle for columns in own), read(own), strict=True)
         return [texts[columns.handle] for columns in columns_B]
 
     def _ask_owner(self, columns_B: Sequence[RemoteColumns], call: Callable[[Engine], T]) -> T:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 from megatron_rl.config import Config
@@ -41,6 +41,17 @@ class GroupJob:
         return sorted([*owed, *others]) if len(owed) + len(others) == self.wanted else []
 
 
+@dataclass
+class RolloutBatch:
+    """Completions of one step, with the completions of each group adjacent, and the seconds of each phase."""
+
+    completions_B: list[Completion]
+    seconds: dict[str, float] = field(default_factory=dict)
+    discarded_B: list[Completion] = field(default_factory=list)
+    """Completions that dynamic sampling left out. They took time and count in the metrics."""
+    sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling and over-sampling; empty if both are off
+
+
 class GroupSampler:
     def __init__(self, config: Config, sampler: Sampler, rewards: Scorer, engines: Engine | None = None) -> None:
         """`engines`: those that may keep columns."""
@@ -59,9 +70,9 @@ class GroupSampler:
 
     def sample(
         self, problems_P: Sequence[Problem], job: GroupJob, ended: dict[int, list[Completion]], threads: ThreadPoolExecutor | None = None
-    ) -> tuple[list[Completion], dict[str, float]]:
-        """Sample as many groups of the problems as `job` wants. Return their completions and the seconds of each phase. `ended`: finished
-        groups by number, to which groups that finish are added, even if others fail. `threads`: used instead of the shared ones."""
+    ) -> RolloutBatch:
+        """Sample as many groups of the problems as `job` wants, and return them without metrics of sampling. `ended`: finished groups by
+        number, to which groups that finish are added, even if others fail. `threads`: used instead of the shared ones."""
         start = time.perf_counter()
         missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
         aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}
@@ -87,7 +98,7 @@ class GroupSampler:
         if failures:  # any other error takes precedence over a lost engine, which is recoverable
             raise min(failures, key=lambda error: isinstance(error, EngineLostError))
         completions_B = [member for number in job.choose(ended) for member in ended[number]]
-        return completions_B, {GENERATE: generated - start, REWARD: time.perf_counter() - generated}
+        return RolloutBatch(completions_B, {GENERATE: generated - start, REWARD: time.perf_counter() - generated})
 
     def _sample_group(self, problem: Problem, number: int, job: GroupJob, abort: Abort | None) -> tuple[list[Completion], float]:
         """Return a problem's scored completions, and the time at which they had been generated."""

@@ -1,21 +1,16 @@
 """Metrics of sampled completions, and the sample rows of the report."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_rl.metrics import declare
-from megatron_rl.rollout.groups import GENERATE
+from megatron_rl.rollout.groups import GENERATE, RolloutBatch
 from megatron_rl.types import Completion
-
-if TYPE_CHECKING:  # it selects completions by this module
-    from megatron_rl.rollout.worker import RolloutBatch
 
 T = TypeVar("T")
 _REWARD_MEAN = declare("reward/mean", "mean reward of the sampled completions", "number", "reward", progress="reward {:.3f}")

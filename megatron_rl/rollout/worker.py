@@ -17,7 +17,7 @@ from megatron_rl.rewards.scorer import Scorer, check_verdicts
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.generation import Sampler
-from megatron_rl.rollout.groups import GroupJob, GroupSampler
+from megatron_rl.rollout.groups import GroupJob, GroupSampler, RolloutBatch
 from megatron_rl.rollout.metrics import select_evenly
 from megatron_rl.types import ColumnPlace, Completion, Problem, group_by_engine
 
@@ -29,17 +29,6 @@ _SAMPLING = (
 _ABORTED = declare("sampling/aborted", "groups aborted because enough others had ended", "count")
 _LEFT_OUT = declare("data/left_out_{}", "problems of the set {} that its epoch leaves out", "count")
 WAIT = declare("time/generate", "waiting for the completions and their rewards", "seconds", STEP_SECONDS)
-
-
-@dataclass
-class RolloutBatch:
-    """Completions of one step, with the completions of each group adjacent, and the seconds of each phase."""
-
-    completions_B: list[Completion]
-    seconds: dict[str, float] = field(default_factory=dict)
-    discarded_B: list[Completion] = field(default_factory=list)
-    """Completions that dynamic sampling left out. They took time and count in the metrics."""
-    sampling: dict[str, float] = field(default_factory=dict)  # metrics of dynamic sampling and over-sampling; empty if both are off
 
 
 @dataclass(eq=False)
@@ -128,7 +117,7 @@ class RolloutWorker:
         wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
         sampling, staleness = replace(self._config.rollout.to_sampling(), columns=self._columns), self._config.placement.max_staleness
         job = GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
-        rollout = RolloutBatch(*self._groups.sample(problems_P, job, ended))
+        rollout = self._groups.sample(problems_P, job, ended)
         if wanted < len(problems_P):
             rollout.sampling = {_ABORTED: float(self._give_back(draw, {*job.choose(ended)}))}
         algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_new_tokens
@@ -191,7 +180,7 @@ class RolloutWorker:
         sampling = replace(self._config.to_eval_sampling(), columns=self._columns)
         job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
         with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
-            rollout = RolloutBatch(*self._groups.sample(self._held_out, job, {}, threads))
+            rollout = self._groups.sample(self._held_out, job, {}, threads)
         check_verdicts([completion.reward for completion in rollout.completions_B], self._config.reward)
         return rollout
 

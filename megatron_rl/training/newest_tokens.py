@@ -19,7 +19,8 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.replicas import share_out
-from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
+from megatron_rl.rollout.worker import AsyncRolloutWorker
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.mismatch import TOKENS, MismatchBound, measure_mismatch
 from megatron_rl.training.samples import fetch_columns, to_training_samples

@@ -31,7 +31,7 @@ from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution

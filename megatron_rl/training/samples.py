@@ -25,8 +25,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.engine import find_engine_launcher
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics, select_evenly
-from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.types import Completion, Generation, RemoteColumns
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups
@@ -197,7 +197,12 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
 
 def _to_sample(number: int, completion: Completion, each: Completion, routing: RoutingShape | None) -> TrainingSample:
     """Return the sample of `each`, one of the completion's conversations."""
-    facts = {"number": number, "reward": completion.score, "excluded": completion.reward.excluded, "masked": completion.masked}
+    facts: dict[str, Any] = {
+        "number": number,
+        "reward": completion.score,
+        "excluded": completion.reward.excluded,
+        "masked": completion.masked,
+    }
     if each.remote is not None:
         return TrainingSample(_NO_IDS, _NO_IDS, remote=each.remote, **facts)
     return TrainingSample(

@@ -24,7 +24,7 @@ from megatron_rl.mcore.model import build_model, freeze
 from megatron_rl.mcore.weights.load_weights import global_parameters, load_checkpoint
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability.profiling import StepProfiler
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop

@@ -20,7 +20,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.teacher import TeacherConfig
 from megatron_rl.errors import RunError
 from megatron_rl.plugs import ADVANTAGES
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.samples import _split_rewards, prepare_samples
 from megatron_rl.types import Completion, Problem, Reward
 

@@ -25,7 +25,7 @@ from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_text import format_points, format_sampling, list_columns, summarize, summarize_evaluations
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 Vote = tuple[str | None, bool]  # an answer, and whether it is correct

@@ -13,7 +13,7 @@ from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Problem
 from rollout_sglang.answers import Answer, pack_answers, read_answers, read_routed_experts

@@ -14,8 +14,8 @@ from megatron_rl.rollout.engine import cut_at_stop
 from megatron_rl.rollout.environments.base import Message, StepResult, load_environment
 from megatron_rl.rollout.environments.pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import build_sample_rows, compute_equal_excess, compute_rollout_metrics
-from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Episode, Generation, Problem, SamplingParams
 from parallel.plug import InputError

@@ -15,8 +15,9 @@ from megatron_rl.errors import RunError
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import build_sample_rows, compute_accuracies, compute_rollout_metrics
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 

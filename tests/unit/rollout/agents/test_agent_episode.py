@@ -13,9 +13,8 @@ from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
 from megatron_rl.rollout.agents.requests import read_chat_request
-from megatron_rl.rollout.groups import assign_rewards
+from megatron_rl.rollout.groups import RolloutBatch, assign_rewards
 from megatron_rl.rollout.metrics import compute_rollout_metrics
-from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.samples import list_owners, to_training_samples
 from megatron_rl.types import Reward, SamplingParams
 
