@@ -295,12 +295,12 @@ def test_the_length_penalty_of_an_episode_is_that_of_its_longest_conversation():
     sample = worker._groups.sample
 
     def sample_episodes(*arguments):
-        completions, seconds = sample(*arguments)
-        for member in completions:
+        rollout = sample(*arguments)
+        for member in rollout.completions_B:
             member.output_ids_T = [1] * 6
             branch = completion(0, False, length=3)
             branch.shared_count, member.branches = 2, [branch]
-        return completions, seconds
+        return rollout
 
     worker._groups.sample = sample_episodes
     members = worker.collect(worker.draw(5)).completions_B
