@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rewards.thinking import ThoughtMarkers, decode_completion
 
 HEADER = "x-megatron-rl-text-markers"
@@ -32,4 +31,6 @@ def make_text_reader(headers: Mapping[str, str], parameters_B: Sequence[Mapping[
 
 @functools.cache
 def _load(model: Path) -> Any:
+    from megatron_rl.hf.tokenizer import load_tokenizer  # imports transformers
+
     return load_tokenizer(model)
