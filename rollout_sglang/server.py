@@ -16,7 +16,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
-from parallel.reshard import no_garbage_collection
+from parallel.shards import no_garbage_collection
 from rollout_sglang import access, process, remote_columns
 from rollout_sglang.platform import stub_modules
 
