@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from parallel.reshard import Transfer, no_garbage_collection
-from parallel.shards import GeometryError, NamedRect, Rect
+from parallel.reshard import Transfer
+from parallel.shards import GeometryError, NamedRect, Rect, no_garbage_collection
 
 CHUNKS_IN_FLIGHT = 2  # chunks that a rank holds at a time during a sync: one is filled while the other is read
 

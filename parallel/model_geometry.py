@@ -13,7 +13,7 @@ from parallel.adapters import AdapterGeometry, add_adapters
 from parallel.attention import AttentionKind
 from parallel.families import load_family
 from parallel.hf_config import CORRECT, MOST_EXPERT_LAYERS, HFConfig, Rope
-from parallel.shards import GeometryError, HFTensor, Weight, make_vector, make_weight
+from parallel.shards import GeometryError, HFTensor, Weight, make_vector, make_weight, no_garbage_collection
 from parallel.wrappers import DECODER, VISION, WRAPPER, add_prefix, check_wrapper, unwrap
 
 VALUE_HEAD = "score.weight"  # name of the value head in transformers' classification models with one label
@@ -220,6 +220,7 @@ def _list_layer_kinds(model: ModelGeometry) -> tuple[LayerKind, ...]:
 
 
 @lru_cache(maxsize=32)
+@no_garbage_collection()
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
     embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
     head = embedding if model.tied else HFTensor("lm_head.weight", model.vocab, model.hidden, "lm_head")

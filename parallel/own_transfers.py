@@ -14,9 +14,9 @@ from parallel.formats import FormatOf
 from parallel.layout import EngineLayout, Layout, list_stage_layers
 from parallel.megatron_shards import build_held_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, add_scale_transfers, check_block_alignment, get_scale_rect, intersect, no_garbage_collection
+from parallel.reshard import Transfer, add_scale_transfers, check_block_alignment, get_scale_rect, intersect
 from parallel.sglang_shards import build_part, check_sizes
-from parallel.shards import Rect, Region, Shard
+from parallel.shards import Rect, Region, Shard, no_garbage_collection
 
 
 class _Want(NamedTuple):

@@ -3,14 +3,12 @@ of shards (`parallel.shards`), and used by every sync, by import and by export. 
 scales, for FP8 at 1/128 of the coordinates. Nothing is requantized, so every edge of every region must lie on a block edge of its shard and
 of the checkpoint, or at a tensor's end. INT8 has one scale per row, so a row may be cut anywhere."""
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from parallel.formats import SCALE, FormatOf, TensorFormat
-from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_region
+from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_region, no_garbage_collection
 
 
 class Transfer(NamedTuple):
@@ -235,15 +233,3 @@ def subtract(rect: Rect, hole: Rect) -> list[Rect]:
         Rect(hole.row, right, hole.rows, rect.col + rect.cols - right),
     ]
     return [part for part in parts if part.rows and part.cols]
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Turn off Python's cycle collector, which would scan a large plan's millions of tuples again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

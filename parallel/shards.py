@@ -5,7 +5,9 @@ operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,6 +16,18 @@ from parallel.plug import InputError
 
 FP32_ROLES = frozenset({"router_bias", "kv_scales", "delta_decay"})
 """Roles stored as FP32 in trainer, engine and exports. A rounded correction bias would change the routing, a rounded decay every state."""
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn off Python's cycle collector, which would scan a large plan's millions of tuples again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GeometryError(InputError):

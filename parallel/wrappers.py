@@ -59,8 +59,9 @@ def add_prefix(weights: Iterable[Weight], prefix: str) -> Iterator[Weight]:
     renamed: dict[HFTensor, HFTensor] = {}
 
     def take(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-        for tensor in {region.tensor for region in regions} - renamed.keys():
-            renamed[tensor] = replace(tensor, name=prefix + tensor.name[6:]) if tensor.name.startswith("model.") else tensor
+        for tensor, *_ in regions:
+            if tensor not in renamed:
+                renamed[tensor] = replace(tensor, name=prefix + tensor.name[6:]) if tensor.name.startswith("model.") else tensor
         return tuple(region._replace(tensor=renamed[region.tensor]) for region in regions)
 
     for weight in weights:

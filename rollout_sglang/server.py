@@ -17,6 +17,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
+from parallel.shards import no_garbage_collection
 from rollout_sglang import access, process, remote_columns
 from rollout_sglang.platform import stub_modules
 
@@ -69,12 +70,13 @@ def main(arguments: list[str]) -> None:
     stub_modules.block_megatron()
     os.umask(0o077)
     use_private_temporary_folder()  # SGLang leaves its Unix sockets there
-    from rollout_sglang import scoring
-    from rollout_sglang.hooks import registry
+    with no_garbage_collection():  # which would look again and again through what the imports make, all of which stays
+        from rollout_sglang import scoring
+        from rollout_sglang.hooks import registry
 
-    registry.verify()
-    from sglang.srt.entrypoints.http_server import app, launch_server
-    from sglang.srt.server_args import prepare_server_args
+        registry.verify()
+        from sglang.srt.entrypoints.http_server import app, launch_server
+        from sglang.srt.server_args import prepare_server_args
 
     store, meeting = _meet_ranks(arguments[2:])
     server_args = prepare_server_args([*arguments[2:], *meeting])

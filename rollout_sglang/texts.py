@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rewards.thinking import ThoughtMarkers, decode_completion
 from megatron_rl.rollout.engine import cut_at_stop
 
@@ -41,4 +40,6 @@ def make_text_reader(
 
 @functools.cache
 def load(model: Path) -> Any:
+    from megatron_rl.hf.tokenizer import load_tokenizer  # imports transformers
+
     return load_tokenizer(model)

@@ -1,6 +1,7 @@
 """Shared by all tests: a temporary folder that is removed at the end, worlds of ranks, the skip of GPU tests without a GPU, and a line with
 the reasons of all skips."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import WorldPool
+
+gc.disable()  # imports and the collection of thousands of tests make a million objects that stay, see `pytest_collection_finish`
+
+from support.processes import WorldPool  # noqa: E402
 
 DEFAULT_CASES = {
     "test_training_equals_that_of_one_process": 8, "test_every_layout_learns_what_one_process_does_and_has_its_bits": 6,
@@ -22,7 +26,7 @@ DEFAULT_CASES = {
 }  # fmt: skip
 """How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
 
-SHARE_AN_ENGINE = ("test_same_bytes", "test_sampling", "test_switches")  # the fixture `unified`
+SHARE_AN_ENGINE = ("test_remote_columns", "test_same_bytes", "test_sampling", "test_switches")  # the fixture `unified`
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of all later garbage collections what lives as long as the session."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after all other summaries, before pytest's closing line

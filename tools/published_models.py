@@ -87,15 +87,18 @@ def _agrees(published: str, parameters: int, mtp: int) -> bool:
     return f"{(parameters + mtp * (kind == 'with MTP')) / _UNITS[number[-1]]:.{decimals}f}" == value
 
 
-def render() -> str:
-    rows = [describe(json.loads(line)) for line in MODELS.read_text().splitlines()]
+def describe_all() -> list[Row]:
+    return [describe(json.loads(line)) for line in MODELS.read_text().splitlines()]
+
+
+def render(rows: list[Row]) -> str:
     supported = "\n".join(f"| {' | '.join((row.model, *row.cells))} |" for row in rows if not row.refusal)
     refused = "\n".join(f"| {row.model} | {row.refusal} |" for row in rows if row.refusal)
     return _TEXT.format(supported=supported, refused=refused)
 
 
 def main() -> None:
-    PAGE.write_text(render())
+    PAGE.write_text(render(describe_all()))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

@@ -41,7 +41,9 @@ trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
 $python -m mypy >"$types" 2>&1 & # takes one core for a minute; runs beside the tests, which often wait
 mypy=$!
 status=0
-$python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # testpaths puts files with engines first; each file stays on one worker
+# Tests often wait for engines and ranks. Where memory allows it, a third worker computes meanwhile.
+workers=$(awk '/^MemAvailable/ {print ($2 > 10e6 ? 3 : 2)}' /proc/meminfo)
+$python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # testpaths puts files with engines first; each file stays on one worker
 wait $mypy || status=$?
 cat "$types"
 exit $status

@@ -26,6 +26,7 @@ from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
 from parallel.plug import find_plug_error
+from parallel.shards import no_garbage_collection
 from parallel.user_code import SignalExit
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values that override the file.")]
@@ -90,7 +91,7 @@ def train(
     layout = check_run(loaded_config)
     from megatron_rl.mcore import wandb_hidden
 
-    with wandb_hidden():
+    with wandb_hidden(), no_garbage_collection():
         from megatron_rl.training.session import run_session  # takes seconds, so it follows the checks
 
     run_dir = run_session(loaded_config, layout)

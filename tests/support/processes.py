@@ -21,6 +21,7 @@ import psutil
 
 import megatron_rl.mcore  # noqa: F401 # before a test imports Megatron
 from megatron_rl.errors import MegatronRLError
+from support.tensor_bytes import dumps
 
 ROOT = Path(__file__).parents[2]
 
@@ -213,7 +214,7 @@ class World:
         """Start a `call` without waiting, for worlds that work at the same time."""
         for pipe in self._pipes:
             with suppress(ConnectionError):  # a rank that ended: `receive` reports it
-                pipe.send((function, args))
+                pipe.send_bytes(dumps((function, args)))
 
     def receive(self, seconds):
         """Wait for the results of `send`."""
@@ -309,7 +310,7 @@ def _serve(pipe, log, environment):
             answer = (None, error)
         except BaseException:
             answer = (None, traceback.format_exc())
-        pipe.send(answer)
+        pipe.send_bytes(dumps(answer))
         del args, answer
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps of the models of a dozen waiting ranks adds up to gigabytes

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 from dataclasses import replace
 from unittest import mock
 
@@ -45,6 +46,7 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, with_trained_mtp
 from parallel.reshard import add_scale_transfers, reshard
 from support.geometries import build_checkpoint_shards
+from support.tensor_bytes import dumps
 
 
 def gather_tensors(named_tensors, model, layout, format_of):
@@ -56,17 +58,14 @@ def gather_tensors(named_tensors, model, layout, format_of):
     own = []
     for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
         if transfer.source_rank == rank:
-            values = view_rect(named_tensors[transfer.source], transfer.source_rect)
-            values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
-            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
+            own.append((transfer, view_rect(named_tensors[transfer.source], transfer.source_rect)))
     gathered = [None] * world if rank == 0 else None
-    dist.gather_object(own, gathered)
+    dist.gather_object(dumps(own), gathered)
     if gathered is None:
         return {}
     tensors = make_stored_tensors(checkpoint_shards, format_of)
-    for transfer, values in (pair for pairs in gathered for pair in pairs):
-        target = view_rect(tensors[transfer.target], transfer.target_rect)
-        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
+    for transfer, values in (pair for pairs in gathered for pair in pickle.loads(pairs)):
+        view_rect(tensors[transfer.target], transfer.target_rect).copy_(values)
     return tensors
 
 
