@@ -58,7 +58,7 @@ class ForwardRehearsal:
     phases: list[dict[str, Any]] = field(default_factory=list)
     """Figures of each pass; see `_describe`."""
     graph_bytes: int = 0
-    """Bytes of the graphs that a run captures, including the buffers of their inputs."""
+    """Bytes of the graphs that a run captures, including the buffers of their inputs, and of attention's own buffers."""
 
 
 def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> ForwardRehearsal:
@@ -67,12 +67,13 @@ def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> F
     try:
         recorder.begin("KV cache")
         runner.alloc_memory_pool()
+        before = recorder.now
         runner.init_attention_backends()
         found.attention = type(runner.attn_backend).__name__
         phase = "graphs"
         recorder.begin(phase)
         found.captured, found.capturable = _capture(runner)
-        found.graph_bytes = recorder.now - recorder.phase.held
+        found.graph_bytes = recorder.now - before
         found.graph_bytes += (found.capturable - len(found.captured)) * count_bytes_per_graph(get_attention_backend(runner.attn_backend))
         for phase in PASSES:
             recorder.begin(phase)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.kernels.match import Call
 from rollout_sglang.rehearsal.kernels.flash_attention import count_pairs
 
@@ -44,8 +45,8 @@ class _Wrapper:
         Call(self.kernel).require(kv_layout == "NHD", f"layout {kv_layout} is not known to the rehearsal")
         self.is_cuda_graph_enabled, self._workspace = use_cuda_graph, float_workspace_buffer
         self.tables = torch.empty(_TABLE_BYTES, dtype=torch.uint8, device=float_workspace_buffer.device)
-        self._custom_mask_buf, self._plan = others.get("custom_mask_buf"), None
-        self.backend = others.get("backend", "auto")
+        self._custom_mask_buf, self.backend = others.get("custom_mask_buf"), others.get("backend", "auto")
+        self._plan: _Plan | None = None
         Call(self.kernel).require(self._custom_mask_buf is None, "masks are not known to the rehearsal")
 
     def _set_plan(self, starts: torch.Tensor, key_starts: torch.Tensor, heads: int, kv_heads: int, width: int, *dtypes: Any) -> None:
@@ -79,12 +80,12 @@ class _Wrapper:
         call.require(needed <= self._workspace.nbytes, f"{needed} bytes for parts of contexts, {self._workspace.nbytes} in the workspace")
         return int((queries * -(keys // -split)).sum())
 
-    def _attend(self, q: torch.Tensor, keys: Any, values: Any, causal: bool, options: dict[str, Any]) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, keys: Any, values: Any, options: dict[str, Any]) -> torch.Tensor:
         """q `[tokens, heads, d]`; keys and values `[tokens or slots, heads, d]`."""
         plan, window, cap = self._plan, options.get("window_left", -1), options.get("logits_soft_cap")
-        call = Call(self.kernel, **(plan.sizes if plan else {}))
         if plan is None:
-            raise AssertionError(f"{self.kernel} runs without a plan")
+            raise RefusedKernelError(f"{self.kernel}: plan info is not initialized")
+        call = Call(self.kernel, **plan.sizes)
         call.require(window < 0 and not cap, f"a window of {window} or a soft cap of {cap} is not known to the rehearsal")
         for name in ("q_scale", "k_scale", "v_scale"):
             call.require(options.get(name) in (None, 1.0), f"{name} {options.get(name)} is not known to the rehearsal")
@@ -95,7 +96,7 @@ class _Wrapper:
         tokens = int(plan.key_starts[-1])
         read = torch.empty(tokens, plan.sizes["K"], plan.sizes["D"] + plan.sizes["V"], dtype=keys.dtype, device="meta")
         parts = torch.empty(plan.partial_rows, plan.sizes["H"], 2 * plan.sizes["V"] + 4, dtype=torch.uint8, device="meta")
-        pairs = count_pairs(plan.starts, plan.key_starts, plan.sizes["T"], tokens, causal)
+        pairs = count_pairs(plan.starts, plan.key_starts, plan.sizes["T"], tokens, options.get("causal", False))
         call.multiplied("bf16", 2 * pairs * plan.sizes["H"] * (plan.sizes["D"] + plan.sizes["V"]), q, read, parts, parts, out)
         return out
 
@@ -134,9 +135,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
 
     begin_forward = plan
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, **options: Any) -> torch.Tensor:
-        options.pop("sm_scale", None)
-        return self._attend(q, k, v, causal, options)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self._attend(q, k, v, options)
 
 
 class _Paged(_Wrapper):
@@ -153,9 +153,8 @@ class _Paged(_Wrapper):
         else:
             self._paged_kv_indices_buf = indices
 
-    def forward(self, q: torch.Tensor, paged_kv_cache: Any, *, causal: bool = False, **options: Any) -> torch.Tensor:
-        options.pop("sm_scale", None)
-        return self._attend(q, *paged_kv_cache, causal, options)
+    def forward(self, q: torch.Tensor, paged_kv_cache: Any, **options: Any) -> torch.Tensor:
+        return self._attend(q, *paged_kv_cache, options)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
