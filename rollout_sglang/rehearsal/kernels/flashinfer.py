@@ -149,7 +149,7 @@ class _Paged(_Wrapper):
         call.require(len(indptr) == len(last_page_len) + 1, f"{len(indptr)} starts for {len(last_page_len)} requests")
         if self.is_cuda_graph_enabled:
             call.require(len(indices) <= len(self._paged_kv_indices_buf), f"{len(indices)} slots for {len(self._paged_kv_indices_buf)}")
-            self._paged_kv_indices_buf[: len(indices)].copy_(indices)
+            call.moved(indices, indices)  # into that buffer
         else:
             self._paged_kv_indices_buf = indices
 
