@@ -2,9 +2,9 @@
 `flashinfer/prefill.py` and `decode.py` in 0.7, with the checks of `csrc/batch_prefill*.cu` and `fmha_cutlass_sm100.cu`.
 
 A wrapper is planned once per pass, on the host, and runs in each layer. The tokens of prompts attend to each other in BF16 ("ragged"): by
-CUTLASS on Blackwell, by FlashAttention 3 on Hopper, and by FlashAttention 2 for heads of 256. All other queries attend to the cache in pages
-by FlashAttention 2, which multiplies in BF16: E4M3 becomes BF16 in registers. It splits contexts among blocks, whose results a second kernel
-joins. Windows, masks, soft caps, and prompts that attend to both their own tokens and a cached prefix are refused.
+CUTLASS on Blackwell, by FlashAttention 3 on Hopper, and by FlashAttention 2 for heads of 256 on Blackwell. All other queries attend to the
+cache by FlashAttention 2, which multiplies in BF16: E4M3 becomes BF16 in registers. It splits contexts among blocks, whose results a second
+kernel joins. Windows, masks, soft caps, and prompts that attend to both their own tokens and a cached prefix are refused.
 """
 
 from bisect import bisect_left
@@ -142,6 +142,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
 class _Paged(_Wrapper):
     """Queries attend to the cache `[slots, heads, d]`, in pages of one token."""
 
+    _paged_kv_indices_buf: Any
+
     def _keep(self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> None:
         call = Call(self.kernel, B=len(last_page_len))
         call.require(page_size == 1, f"pages of {page_size} tokens are not known to the rehearsal")
@@ -154,7 +156,8 @@ class _Paged(_Wrapper):
             self._paged_kv_indices_buf = indices
 
     def forward(self, q: torch.Tensor, paged_kv_cache: Any, **options: Any) -> torch.Tensor:
-        return self._attend(q, *paged_kv_cache, options)
+        keys, values = paged_kv_cache
+        return self._attend(q, keys, values, options)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
