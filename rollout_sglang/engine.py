@@ -215,15 +215,15 @@ class SGLangEngine(RankRequests, RecordingRequests):
         self._released_tags = tags
 
     def _resume_memory(self, *tags: str) -> None:
-        """Allocate the released memory among `tags` again."""
+        """Allocate the released memory among `tags` again. On a CPU, the system does so when it is used."""
         self._change_memory("resume", [tag for tag in tags if tag in self._released_tags])
         self._released_tags = [tag for tag in self._released_tags if tag not in tags]
 
     def _change_memory(self, verb: str, tags: list[str]) -> None:
         if tags and torch.cuda.is_available():
             self._post(f"/{verb}_memory_occupation", {"tags": tags})
-        elif tags:
-            self._ask_ranks({"verb": verb})
+        elif tags and verb == "release":
+            self._ask_ranks({"verb": "release"})
 
     def start_recording(self) -> None:
         """See `RecordingEngine.start_recording`. Raise RunError if the weights are released, as on devices that the trainer shares."""

@@ -18,8 +18,7 @@ starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a 
     {"verb": "copies"}                     -> "derived": number of weights whose float values were recomputed, or "wrong": the failure
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}   -> index: digest
-    {"verb": "release"}                    frees the memory of the KV cache
-    {"verb": "resume"}                     allocates it again
+    {"verb": "release"}                    frees the memory of the KV cache, which the system allocates again when it is used
     and those of `rollout_sglang.activation_recorder`
 """
 
@@ -54,7 +53,7 @@ PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"  # key of an answer that holds why a rank failed
 REPEATABLE = {
     "ping", "describe", "activation_formats", "vocabulary", "graph", "digest", "finish", "reread", "reread digests", "served", "copies",
-    "disconnect", "release", "resume",
+    "disconnect", "release",
 }  # fmt: skip
 """Verbs of requests that may be sent twice. A second `connect`, `start`, `tap`, or `untap` would end what the first one began."""
 PENDING = "pending"  # key of an answer of a rank that has not finished
@@ -109,8 +108,6 @@ class RankHandler:
                 return self._check_copies(model)
             case "release":
                 release_cache(runner.token_to_kv_pool)
-            case "resume":
-                pass  # see `release_cache`
             case verb if verb in activation_recorder.VERBS:
                 return self._recording.answer(request, rank, runner)
             case "connect" | "disconnect":

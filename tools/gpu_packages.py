@@ -64,10 +64,10 @@ def signatures() -> str:
 
     from megatron_rl.rehearsal.kernels import deep_gemm, transformer_engine
     from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
-    from rollout_sglang.rehearsal.kernels import sgl_kernel
+    from rollout_sglang.rehearsal.kernels import flashinfer, sgl_kernel
 
     assert all(map(is_installed, LIBRARIES))
-    kernels = deep_gemm.STANDS_FOR | transformer_engine.STANDS_FOR | sgl_kernel.STANDS_FOR
+    kernels = deep_gemm.STANDS_FOR | transformer_engine.STANDS_FOR | sgl_kernel.STANDS_FOR | flashinfer.STANDS_FOR
     assert not (wrong := compare(kernels)), "\n".join(wrong)
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"]
     parameters = list(inspect.signature(varlen_attn).parameters)

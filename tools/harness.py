@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -17,7 +18,8 @@ import typer
 from megatron_rl.config.reading import parse_number
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf.write import write_checkpoint
+from megatron_rl.hf.stacks import join_parts
+from megatron_rl.hf.write import FILE_BYTES, cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import HFTensor, Shard
 from parallel.transport.process_group import listening_store
@@ -115,15 +117,20 @@ def _make_vocabulary(shard: Shard) -> tuple[str, Any]:
     return shard.name.removesuffix(".weight"), SimpleNamespace(shard_indices=indices)
 
 
-def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.05) -> None:
-    """Write a checkpoint of random BF16 weights. Every vector is random, too: norms scale by about one; biases and sinks are near zero."""
+def write_random_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.05, file_bytes: int = FILE_BYTES) -> None:
+    """Write a checkpoint of random BF16 weights, with one file of it in memory. Every vector is random, too: norms scale by about one;
+    biases and sinks are near zero."""
     model, generator = ModelGeometry.from_hf_config(hf_config), torch.Generator().manual_seed(0)
+    tensors = model.tensors() | model.list_kept()
 
     def make(tensor: HFTensor) -> torch.Tensor:
         middle, spread = (1.0, 0.2) if tensor.role == "norm" else (0.0, 0.2 if tensor.vector else std)
         return torch.empty(tensor.shape).normal_(middle, spread, generator=generator).bfloat16()
 
-    write_checkpoint(folder, hf_config, {name: make(tensor) for name, tensor in (model.tensors() | model.list_kept()).items()}, None)
+    write_all_but_weights(folder, hf_config, None)
+    files = cut_into_files({name: 2 * prod(tensor.shape) for name, tensor in tensors.items()}, file_bytes)
+    parts = (join_parts({name: make(tensors[name]) for name in names}) for names in files)
+    write_index(folder, [write_file(folder / name_file(number, len(files)), part) for number, part in enumerate(parts)])
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.attention import requirements as attention
-from megatron_rl.kernels.blackwell import is_blackwell
+from megatron_rl.kernels.blackwell import BLACKWELL, is_blackwell
 from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
 from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine_packages import INSTALL
@@ -47,8 +47,7 @@ class Machine(NamedTuple):
     engine_pins: Mapping[str, str] = {}  # versions that SGLang requires
     nvcc: str | None = None  # release of the compiler
     ninja: str | None = None  # path of the program
-    engine_lacks: Sequence[str] = ()  # packages without which SGLang does not start
-    flash_attention_3: bool = True  # whether the engine has its default attention; Blackwell needs no FlashAttention 3
+    engine_problem: UserError | None = None  # why an engine with default options cannot start
     attention_problem: str = ""  # why torch cannot compute the trainer's attention
 
 
@@ -57,8 +56,8 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     nvcc = read_nvcc_release(find_nvcc()) if cuda else None
     machine = Machine(list_distributions(), cuda, driver, os.environ, read_engine_pins(), nvcc, shutil.which("ninja"))
     if cuda is not None:
-        lacks, fa3 = engine_packages.find_missing_packages(), is_blackwell() or engine_packages.has_flash_attention_3()
-        machine = machine._replace(engine_lacks=lacks, flash_attention_3=fa3, attention_problem=attention.find_attention_problem())
+        engine = engine_packages.find_problem({}, False, BLACKWELL if is_blackwell() else engine_packages.HOPPER)
+        machine = machine._replace(engine_problem=engine, attention_problem=attention.find_attention_problem())
     checks = [check_scale_variable, check_transformer_engine_packages]
     if cuda is not None:
         checks += [check_cuda, check_engine_packages, check_attention, check_compilers, check_memory_saver, check_transformer_engine_import]
@@ -164,10 +163,8 @@ def check_attention(machine: Machine) -> Iterator[Pitfall]:
     """Check what the trainer and the engine attend with. Without them, runs would fail at the first forward pass or request."""
     if machine.attention_problem:
         yield Pitfall("trainer's attention", machine.attention_problem, attention.INSTALL_HINT)
-    for package in machine.engine_lacks:
-        yield Pitfall(package, "not installed, so SGLang does not start", INSTALL)
-    if not machine.flash_attention_3 and not machine.engine_lacks:
-        yield Pitfall("engine's attention", engine_packages.NO_FLASH_ATTENTION_3, engine_packages.OTHER_ATTENTION)
+    if error := machine.engine_problem:
+        yield Pitfall(error.field, error.rule, error.fix)
 
 
 def check_compilers(machine: Machine) -> Iterator[Pitfall]:

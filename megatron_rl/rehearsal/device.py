@@ -206,6 +206,12 @@ def _copy_into(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     return gpu.run(func, args, kwargs)
 
 
+def _copy_each(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> None:
+    """Copy one by one, because the operator returns no result whose values could be followed."""
+    for target, source in zip(*args[:2], strict=True):
+        gpu.run(aten.copy_.default, (target, source), {})
+
+
 def _find_nonzero(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     gpu.recorder.wait("nonzero")
     found = plausible_value(args[0]).nonzero() if value_of(args[0]) is not None else torch.zeros(0, args[0].dim(), dtype=torch.long)
@@ -290,6 +296,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _read_scalar,
     aten._to_copy.default: _copy_to,
     aten.copy_.default: _copy_into,
+    aten._foreach_copy_.default: _copy_each,
     aten.nonzero.default: _find_nonzero,
     aten.index.Tensor: _index,
     aten.index_put_.default: _put,

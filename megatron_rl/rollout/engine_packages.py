@@ -10,10 +10,8 @@ from megatron_rl.errors import UserError
 INSTALL = "bash launch/install_gpu.sh"
 PACKAGES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Modules that SGLang imports on a GPU at every start -> their packages."""
-ATTENTION = "rollout.sglang.attention_backend"
-NO_FLASH_ATTENTION_3 = "the installed sglang-kernel has no FlashAttention 3 (flash_ops), SGLang's default on a Hopper GPU"
-OTHER_ATTENTION = f"{INSTALL}, or set {ATTENTION} to triton with precision.reduction = 'fast'"
-_HOPPER = 9  # major compute capability of GPUs on which FlashAttention 3 is SGLang's default
+_ATTENTION = "rollout.sglang.attention_backend"
+HOPPER = 9  # major compute capability of GPUs on which FlashAttention 3 is SGLang's default
 
 
 def find_missing_packages() -> list[str]:
@@ -29,7 +27,13 @@ def has_flash_attention_3() -> bool:
 
 
 def check(options: Mapping[str, Any], kv_by_layer: bool, capability: int) -> None:
-    """Raise UserError if an engine cannot start on this machine's GPU.
+    """Raise UserError if an engine cannot start on this machine's GPU; see `find_problem`."""
+    if problem := find_problem(options, kv_by_layer, capability):
+        raise problem
+
+
+def find_problem(options: Mapping[str, Any], kv_by_layer: bool, capability: int) -> UserError | None:
+    """Return why an engine cannot start on this machine's GPU, or None.
 
     Args:
         options: `rollout.sglang`.
@@ -37,6 +41,8 @@ def check(options: Mapping[str, Any], kv_by_layer: bool, capability: int) -> Non
         capability: major compute capability of the GPU.
     """
     if missing := find_missing_packages():
-        raise UserError("rollout.engine", "sglang", f"does not start on a GPU without {' and '.join(missing)} (not installed)", INSTALL)
-    if capability == _HOPPER and not kv_by_layer and "attention_backend" not in options and not has_flash_attention_3():
-        raise UserError(ATTENTION, None, f"is not set, and {NO_FLASH_ATTENTION_3}", OTHER_ATTENTION)
+        return UserError("rollout.engine", "sglang", f"does not start on a GPU without {' and '.join(missing)} (not installed)", INSTALL)
+    if capability == HOPPER and not kv_by_layer and "attention_backend" not in options and not has_flash_attention_3():
+        rule = "is not set, and the installed sglang-kernel has no FlashAttention 3 (flash_ops), SGLang's default on a Hopper GPU"
+        return UserError(_ATTENTION, None, rule, f"{INSTALL}, or set {_ATTENTION} to triton with precision.reduction = 'fast'")
+    return None

@@ -13,7 +13,9 @@ import torch
 from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
 from rollout_sglang.hooks.blackwell import PACKED
+from rollout_sglang.hooks.e4m3_cache import get_attention_backend
 from rollout_sglang.rehearsal import graphs as rehearsed_graphs
+from rollout_sglang.rehearsal.kernels.flashinfer import count_bytes_per_graph
 
 PREFILL, DECODE = "prefill", "decode, eager"
 PASSES = (PREFILL, "decode", DECODE)
@@ -56,7 +58,7 @@ class ForwardRehearsal:
     phases: list[dict[str, Any]] = field(default_factory=list)
     """Figures of each pass; see `_describe`."""
     graph_bytes: int = 0
-    """Bytes of the captured graphs, including the buffers of their inputs."""
+    """Bytes of the graphs that a run captures, including the buffers of their inputs, and of attention's own buffers."""
 
 
 def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> ForwardRehearsal:
@@ -65,12 +67,14 @@ def run_forward(runner: Any, recorder: EngineRecorder, longest_prompt: int) -> F
     try:
         recorder.begin("KV cache")
         runner.alloc_memory_pool()
+        before = recorder.now
         runner.init_attention_backends()
         found.attention = type(runner.attn_backend).__name__
         phase = "graphs"
         recorder.begin(phase)
         found.captured, found.capturable = _capture(runner)
-        found.graph_bytes = recorder.now - recorder.phase.held
+        found.graph_bytes = recorder.now - before
+        found.graph_bytes += (found.capturable - len(found.captured)) * count_bytes_per_graph(get_attention_backend(runner.attn_backend))
         for phase in PASSES:
             recorder.begin(phase)
             if phase == PREFILL:

@@ -36,8 +36,6 @@ _ALONE = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
 }
 """Disable broadcasts over shared memory, the download of FlashAttention 3 (sgl-kernel has it too), and DeepGEMM's precompilation."""
-_NOT_REHEARSED = "e4m3_per_layer"
-"""Value of `precision.kv` whose attention (FlashInfer) is not rehearsed: no passes run."""
 
 
 def main() -> None:
@@ -49,11 +47,10 @@ def main() -> None:
     config = Config.model_validate(job["config"], strict=False)
     gpu = Gpu(**job["gpu"])
     install_gpu(gpu)
-    runs = config.precision.kv != _NOT_REHEARSED
     with describe_job(config) as (arguments, chunks):
         import_sglang()
         with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is global
-            tasks = [(arguments, config, gpu, rank, chunks(rank), runs and rank == ranks[0]) for rank in ranks]
+            tasks = [(arguments, config, gpu, rank, chunks(rank), rank == ranks[0]) for rank in ranks]
             found = pool.starmap(run_rank, tasks, chunksize=1)
     print(json.dumps(dict(zip(ranks, found, strict=True))), file=answer, flush=True)
 

@@ -19,6 +19,9 @@ DELTA, DELTA_EXPERTS = (
     ARCHITECTURES[family] | {"architectures": [CLASSES[family]], "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     for family in ("qwen3_5_text", "qwen3_next")
 )
+KV = ["--precision.kv=e4m3_per_layer"]
+DEEP = TINY | {"num_hidden_layers": 4}
+"""FlashInfer's plan waits up to three times at one line, which must not look like once in each layer."""
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
 EP, INT8 = ["--rollout.ep=2"], ["--precision.mode=int8_rollout"]
 
@@ -101,6 +104,9 @@ CASES = {
     "int8": ([*TWO, *INT8], TINY),
     "tree": ([*TWO, *TREE], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
+    "cache": ([*TWO, *KV], DEEP),
+    "cache, disaggregated": ([*TWO, *KV, *APART], DEEP),
+    "delta, cache": ([*TWO, *KV], DELTA),
     "latent": (TWO, LATENT),
     "latent, two nodes": ([*TWO, *APART, "--rollout.nodes_per_engine=2"], LATENT),
     "router": (TWO, ROUTER),

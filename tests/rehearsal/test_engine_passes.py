@@ -11,7 +11,24 @@ pytestmark = pytest.mark.long
 KINDS = {"bf16": "bf16", "int8": "int8", "int8 experts": "int8"}
 """Dtype of most matrix products by case. FP8 in all other cases."""
 _DELTA = ("delta", "delta experts")
-PLAIN = ("dense", "experts", "bf16", "int8", "tree", "disaggregated", "latent", "latent, two nodes", "router", "int8 experts", *_DELTA)
+CACHES = ("cache", "cache, disaggregated", "delta, cache")
+"""Cases whose attention is FlashInfer's. Its plans wait for lengths, once per pass and not in a replay."""
+PLAIN = (
+    "dense",
+    "experts",
+    "bf16",
+    "int8",
+    "tree",
+    "disaggregated",
+    "latent",
+    "latent, two nodes",
+    "router",
+    "int8 experts",
+    *_DELTA,
+    *CACHES,
+)
+PLAN_WAITS = {(gpu, case): 5 + (gpu == "b200" and "delta" not in case) for gpu in ("h100", "b200") for case in CACHES}
+"""Of a prefill: three for the cache's plan and two for that of the new tokens, and one more for CUTLASS's, which is made on the device."""
 PLANTED = {
     "wrong_dtype": "qknorm: q [16, 4, 128] is float32",
     "misaligned_weight": "does not begin at a multiple of 16 bytes",
@@ -33,10 +50,10 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_prompts_and_decoded_tokens_run(ranks, case):
-    check_passes(ranks[case], case, 8192)
+    check_passes(ranks[case], case, 8192, "h100")
 
 
-def check_passes(rank, case, prefill_tokens):
+def check_passes(rank, case, prefill_tokens, gpu):
     forward = rank["forward"]
     assert not forward["fault"] and not rank["sync_fault"] and not rank["unknown"]
     assert forward["captured"] == [1, 16] and forward["decode_requests"] == 16 and forward["prefill_tokens"] == prefill_tokens
@@ -47,7 +64,8 @@ def check_passes(rank, case, prefill_tokens):
     if kind != "bf16":  # without those of attention, which a capture does not know
         assert replayed["flops"][kind] == eager["flops"][kind]  # a replay multiplies what its capture did
         assert prefill["flops"][kind] > 100 * eager["flops"][kind]
-    assert [sum(wait["count"] for wait in each["host_waits"]) for each in forward["phases"]] == [0, 0, 0]
+    waits = [sum(wait["count"] for wait in each["host_waits"]) for each in forward["phases"]]
+    assert waits == ([PLAN_WAITS[gpu, case], 0, 2] if case in CACHES else [0, 0, 0])
 
 
 def test_a_dense_layers_products_are_all_in_fp8(ranks):
@@ -70,16 +88,25 @@ def on_blackwell(tmp_path_factory):
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_prompts_and_decoded_tokens_run_on_blackwell(on_blackwell, case):
-    check_passes(on_blackwell[case], case, 16384)  # SGLang's chunk for a GPU with so much memory
+    check_passes(on_blackwell[case], case, 16384, "b200")  # SGLang's chunk for a GPU with so much memory
 
 
 def test_attention_multiplies_as_much_on_blackwell_as_on_hopper(ranks, on_blackwell):
-    """Triton's attention and FlashAttention 3, which are counted by functions of their own."""
-    for case in ("dense", "latent"):
+    """Triton's attention, FlashAttention 3, and FlashInfer's kernels, which are counted by functions of their own."""
+    for case in ("dense", "latent", *CACHES):
         here, there = (found[case]["forward"]["phases"] for found in (ranks, on_blackwell))
         assert 2 * here[0]["flops"]["bf16"] == there[0]["flops"]["bf16"], "twice as many prompts"
-    here, there = (found["dense"]["forward"]["phases"][2]["flops"]["bf16"] for found in (ranks, on_blackwell))
-    assert here == there, "each decoded token attends to its whole context"
+        assert case == "latent" or here[2]["flops"]["bf16"] == there[2]["flops"]["bf16"], "each decoded token attends to its whole context"
+
+
+def test_flashinfer_multiplies_as_much_as_triton(on_blackwell):
+    """The case with FlashInfer has twice as many layers, and both have a product with the vocabulary."""
+    (plain, plain_eager), (cache, eager) = (
+        [on_blackwell[case]["forward"]["phases"][place] for place in (0, 2)] for case in ("dense", "cache")
+    )
+    head = 2 * 16 * 1024 * 8192 // 2
+    assert 2 * (plain["flops"]["bf16"] - head) == cache["flops"]["bf16"] - head
+    assert 2 * (plain_eager["flops"]["bf16"] - head) == eager["flops"]["bf16"] - head
 
 
 def test_engines_on_blackwell_hold_what_a_sync_fills(on_blackwell):

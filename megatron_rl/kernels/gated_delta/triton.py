@@ -137,16 +137,16 @@ def differentiate_states(
                 of_k = tl.sum(of_state * (e * beta)[None, :], axis=1)
                 of_delta = tl.sum(of_state * k[:, None], axis=0)
                 of_v = of_delta * beta
+                gates = of_gates + (part + token) * V_HEADS + head
+                tl.store(gates + parts * V_HEADS, tl.sum(of_delta * e, axis=0))
+                v_place = token * channels + 2 * K_HEADS * K_DIM + head * V_DIM + column
+                tl.store(of_x + v_place, of_v.to(of_x.dtype.element_ty), mask=column < V_DIM)
                 of_state -= k[:, None] * of_v[None, :]
                 of_k -= decay * tl.sum(before * of_v[None, :], axis=1)
                 heads = of_heads + ((part + token) * V_HEADS + head) * K_DIM + row
                 tl.store(heads, of_q, mask=row < K_DIM)
                 tl.store(heads + parts * V_HEADS * K_DIM, of_k, mask=row < K_DIM)
-                gates = of_gates + (part + token) * V_HEADS + head
                 tl.store(gates, tl.sum(tl.sum(of_state * before, axis=1), axis=0))
-                tl.store(gates + parts * V_HEADS, tl.sum(of_delta * e, axis=0))
-                v_place = token * channels + 2 * K_HEADS * K_DIM + head * V_DIM + column
-                tl.store(of_x + v_place, of_v.to(of_x.dtype.element_ty), mask=column < V_DIM)
                 of_state = of_state * decay
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.kernels import blackwell
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, shape_groups
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
@@ -74,6 +75,8 @@ def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 TILE_LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
+_NARROW_LAUNCH = TILE_LAUNCH | {"num_warps": 8}
+"""For Blackwell's gradients without transposed columns, which would spill 160 to 232 bytes of a thread's 128 registers."""
 
 
 @triton.jit
@@ -165,11 +168,13 @@ def quantize_swiglu(
     row_data, row_scale = (row_pair[0].view(torch.uint8), row_pair[1]) if row_pair else (unused, unused)
     column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
     group_start, group_length = (unused, unused) if groups is None else groups.tiles
+    narrow = gradient is not None and (by_token or not columns) and blackwell.is_blackwell()
     if tokens:
         quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
             gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
             group_start, group_length, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0,
             width, row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
-            GROUPED=groups is not None, BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **TILE_LAUNCH,
+            GROUPED=groups is not None, BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK,
+            **(_NARROW_LAUNCH if narrow else TILE_LAUNCH),
         )  # fmt: skip
     return row_pair, shape_groups(column_pair, groups, by_token)

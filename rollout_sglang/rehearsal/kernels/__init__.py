@@ -1,8 +1,9 @@
-"""Kernels that SGLang calls on a Hopper GPU, as shape functions: they make the checks of the kernels' sources and count their work.
+"""Kernels that SGLang calls on a GPU, as shape functions: they make the checks of the kernels' sources and count their work.
 
     jit           SGLang's CUDA kernels that are compiled at first use (`sglang/kernels/jit/csrc`)
     triton        Triton kernels of SGLang and of this project
     sgl_kernel    precompiled kernels (sgl-kernel with its FlashAttention 3, FlashInfer's router)
+    flashinfer    FlashInfer's attention
 
 DeepGEMM's kernels are shared with the trainer (`megatron_rl.rehearsal.kernels.deep_gemm`). An unknown kernel is refused by name when it is
 called.
@@ -23,7 +24,7 @@ def install() -> None:
     """Install the kernels, after the stubs of packages and before any SGLang module that has a kernel."""
     from megatron_rl.rehearsal.device import add_library
     from megatron_rl.rehearsal.kernels import deep_gemm
-    from rollout_sglang.rehearsal.kernels import jit, sgl_kernel, triton
+    from rollout_sglang.rehearsal.kernels import flashinfer, jit, sgl_kernel, triton
 
     deep_gemm.install()
     known = sys.modules.pop("deep_gemm")
@@ -31,7 +32,7 @@ def install() -> None:
     vars(stub).update({name: value for name, value in vars(known).items() if callable(value)})
     vars(stub).update(dict.fromkeys(("set_pdl", "set_num_sms", "set_compile_mode"), lambda _: None))
     vars(stub).update(get_num_sms=lambda: 132, get_compile_mode=lambda: 0)
-    for kernels in (triton, sgl_kernel, jit):
+    for kernels in (triton, sgl_kernel, flashinfer, jit):
         kernels.install()
     functions: dict[str, Callable[..., Any]] = {}
     add_library("sglang", functions.__getitem__)

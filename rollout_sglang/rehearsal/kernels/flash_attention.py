@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     lengths = None if cache_seqlens is None else value_of(cache_seqlens)
     tokens = int(lengths.sum()) if lengths is not None else call.sizes["B"] * (max_seqlen_q or 1)
     ends = None if lengths is None else torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    pairs = _count_pairs(cu_seqlens_q, ends, q.shape[0], tokens // max(call.sizes["B"], 1), causal)
+    pairs = count_pairs(cu_seqlens_q, ends, q.shape[0], tokens // max(call.sizes["B"], 1), causal)
     item = k_cache.itemsize
     cache = torch.empty(tokens * kv_heads * (width + value_width) * item, dtype=torch.uint8, device="meta")  # read once per request
     multiplied = width + value_width + (value_width if qv is not None else 0)
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
     call.check_all(locals(), "cu_seqlens_q [B1] int32; cu_seqlens_k [B1] int32")
     _check_heads(call, q.dtype)
     out, logsumexp = _make_results(call, q, out, q.dtype)
-    pairs = _count_pairs(cu_seqlens_q, value_of(cu_seqlens_k), q.shape[0], max_seqlen_k or 0, causal)
+    pairs = count_pairs(cu_seqlens_q, value_of(cu_seqlens_k), q.shape[0], max_seqlen_k or 0, causal)
     call.multiplied("bf16", 2 * pairs * call.sizes["H"] * (call.sizes["D"] + call.sizes["V"]), q, k, v, out)
     return (out, logsumexp, None, None) if return_softmax_lse else out
 
@@ -153,7 +153,7 @@ def _make_results(call: Call, q: torch.Tensor, out: Any, dtype: torch.dtype) -> 
     return out, torch.empty(call.sizes["H"], q.shape[0], dtype=torch.float32, device=q.device)
 
 
-def _count_pairs(starts: torch.Tensor, key_starts: torch.Tensor | None, tokens: int, keys: int, causal: bool) -> int:
+def count_pairs(starts: torch.Tensor, key_starts: torch.Tensor | None, tokens: int, keys: int, causal: bool) -> int:
     """Return the number of pairs of queries and keys. A causal mask hides half of the pairs among new tokens."""
     known = value_of(starts)
     if known is None or key_starts is None:

@@ -85,7 +85,7 @@ def _join(call: Call, given: Given) -> None:
 def _list_slots(call: Call, given: Given) -> None:
     call.require(given.get("ENTRY_PAGE_SIZE", 1) == 1, "tables of pages are not known to the rehearsal")
     call.check_all(given, "req_to_token_ptr [* *] int32 (* 1); req_pool_indices_ptr [B] index; page_kernel_lens_ptr [B] index")
-    call.check_all(given, "kv_indptr [*] int32; kv_indices_ptr [*] int64")
+    call.check_all(given, "kv_indptr [*] int32; kv_indices_ptr [*] index")
     lengths, slots = value_of(given["page_kernel_lens_ptr"]), given["kv_indices_ptr"]
     slots = slots if lengths is None else slots[: int(lengths.sum())]
     call.moved(slots, slots)

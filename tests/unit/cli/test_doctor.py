@@ -100,6 +100,8 @@ def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
     monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: True)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: False)
+    (lacks,) = doctor_gpu.find_pitfalls("13.0", "580.65.06")
+    assert (lacks.what, lacks.found[:40]) == ("rollout.sglang.attention_backend", "is not set, and the installed sglang-ker")
     monkeypatch.setattr(doctor_gpu, "is_blackwell", lambda: True)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
     monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
@@ -144,8 +146,7 @@ CASES = {
     "attention": [
         ({}, {}, ""),
         ({}, {"attention_problem": "varlen_attn of torch 2.10.0 does not accept enable_gqa"}, "trainer's attention: varlen_attn of torch"),
-        ({}, {"engine_lacks": ["flashinfer-python"], "flash_attention_3": False}, "flashinfer-python: not installed, so SGLang does not"),
-        ({}, {"flash_attention_3": False}, "engine's attention: the installed sglang-kernel has no FlashAttention 3 (flash_ops)"),
+        ({}, {"engine_problem": UserError("rollout.engine", "sglang", "does not start", "install it")}, "rollout.engine: does not start"),
     ],
     "compilers": [
         ({"sglang": "0.5.23"}, {}, ""),

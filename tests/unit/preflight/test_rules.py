@@ -321,7 +321,8 @@ MISTAKES = [
     refuse("rollout.tp / rollout.ep = 2: with precision.reduction = 'tree' must be a power of two that divides mlp.experts.*.down_proj",
            layouts.ranks_hold_whole_subtrees, "train plan", EXPERTS, "--rollout.tp=2", "--precision.mode=bf16",
            scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192})),
-    refuse("precision.reduction = 'tree': is not supported for experts on a GPU, because SGLang's kernels for experts sum in another",
+    refuse("precision.reduction = 'tree': is not supported for experts on a GPU, because SGLang's kernels for experts sum in another "
+           "order; use fast",
            layouts.gpu_experts_do_not_use_the_tree, "train plan", EXPERTS, GLOO, "--precision.mode=bf16", gpus=1),
     refuse("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': ",
            layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), model={"intermediate_size": 384}, ranks=2),

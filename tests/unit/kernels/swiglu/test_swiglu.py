@@ -107,6 +107,32 @@ def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do():
         assert " 0 bytes spill stores" in report, report
 
 
+def find_spills_on_blackwell() -> list[tuple[int, str]]:
+    """Return (warps, spilled registers) of two forms of the gradient whose columns are not transposed."""
+    from unittest.mock import patch
+
+    import compile_kernels
+    from triton.runtime.jit import JITFunction
+
+    from megatron_rl.kernels import blackwell
+
+    plain = blackwell.is_blackwell
+    with patch.object(JITFunction, "__getitem__", JITFunction.__getitem__), patch.object(blackwell, "is_blackwell", plain):
+        compiled = compile_kernels.intercept_launches(100)
+        from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+
+        gate_up, groups = torch.zeros(256, 512, dtype=torch.bfloat16), TokenGroups.from_counts([128, 128], "cpu")
+        gradient = gate_up[:, :256].contiguous()
+        quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=False)
+        quantize_swiglu(gate_up, gradient, "pow2", rows=True, columns=True, groups=groups, by_token=True)
+    return [(kernel.metadata.num_warps, compile_kernels.find_spill(kernel, 100)) for kernel in compiled["quantize_swiglu_tile"]]
+
+
+@needs_triton
+def test_gradients_that_are_not_transposed_fit_in_the_registers_of_blackwell():
+    assert call_with_triton(find_spills_on_blackwell) == [(8, "")] * 2
+
+
 @in_interpreter
 def test_widths_and_gradients_that_do_not_fit_are_refused():
     from megatron_rl.kernels.swiglu.triton import quantize_swiglu

@@ -4,31 +4,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_rl.rehearsal import collectives, fake_cuda, hopper, kernels
-from megatron_rl.rehearsal.device import FakeGpu
+from megatron_rl.rehearsal import hopper
 from megatron_rl.rehearsal.kernels import RefusedKernelError, deep_gemm
 from megatron_rl.rehearsal.kernels.match import Call
-from megatron_rl.rehearsal.recorder import Recorder
 from parallel.chunking import Chunk
 from parallel.shards import Rect
 from rollout_sglang.rehearsal.kernels import jit, triton
 from rollout_sglang.rehearsal.sync import receive
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    torch._C._ensureCUDADeviceGuardSet()
-    device = FakeGpu(Recorder(), collectives.communicate)
-    device.recorder.begin("test")
-    monkeypatch.setattr(kernels, "_recorder", [lambda: device.recorder])
-    monkeypatch.setattr(FakeTensor, "data_ptr", fake_cuda._address)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    with device:
-        yield device
 
 
 @pytest.mark.parametrize(("rows", "dtype", "split", "told"), [
