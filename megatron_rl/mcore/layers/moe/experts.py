@@ -220,9 +220,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: torch.Tensor) -> Any:
         """Start to count the tokens sent to each expert; `token_dispatch` waits for the counts."""
+        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
         known = self.router.router_replay.find_counts()
         self._find_counts = (lambda: known) if isinstance(known, LayerCounts) else self._count(routing_map.sum(0), known)
-        self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
 
     def _count(self, own: torch.Tensor, _: LayerForecast | None) -> Callable[[], Any]:
         """Start to count, from the tokens [experts] that this rank sends; return a function whose result is for `_set_counts`."""

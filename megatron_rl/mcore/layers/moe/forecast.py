@@ -65,8 +65,7 @@ class Forecast:
         """Learn from a pass; return whether all parts were large enough. Otherwise, the next pass counts. Waits for the device. Collective
         among all ranks."""
         dist.all_reduce(self._noted, dist.ReduceOp.MAX)
-        noted = self._noted.cpu()
-        self._noted.zero_()
+        noted, self._noted = self._noted.cpu(), torch.zeros_like(self._noted)
         held = not bool((noted[:, -1] > 0).any())
         self._shares = torch.ones(len(noted), 1) if self._ep == 1 else noted[:, :-1] if held else None
         return held
