@@ -1,8 +1,8 @@
 """All-to-alls of experts whose sizes the host knows before the routers choose, in passes without gradient.
 
 Without a record to replay, only the device knows how many tokens ranks exchange (`token_counts`), and asking it costs a wait in each layer.
-Here, a rank sends a part of a fixed size to each rank: the largest share of a rank's tokens that went there in the same layer in the pass
-before, times `SLACK`. Tokens come first in a part, and nobody reads the rest. Received parts are spread to the experts' rows by tables that
+Here, a rank sends a part of a fixed size to each rank: the largest share of a rank's tokens that went there in the same layer in recent
+passes, times `SLACK`. Tokens come first in a part, and nobody reads the rest. Received parts are spread to the experts' rows by tables that
 the device computes (`TokenGroups.from_parts`). Each token is in the row in which it would be otherwise, so no bit changes.
 
 A part may be too small. The device notes this and the shares, and all ranks read them once at the end of a pass. The pass is then repeated
@@ -20,6 +20,8 @@ from megatron_rl.kernels.device_copy import copy_to_device
 SLACK = 1.125
 """Size of a part over the largest share before. That is the largest of many micro-batches, ranks, and replicas, so it is rarely exceeded by
 much. More slack sends more bytes, less slack repeats more passes."""
+_FADE = 0.98
+"""What remains of the largest share after a pass with smaller ones. A pass of few samples must not shrink the parts of the next step."""
 _MOST = 1.5
 """Largest sum of parts over the rows that a rank sends. If loads vary more among micro-batches, padding costs more than a wait."""
 
@@ -43,7 +45,7 @@ class Forecast:
 
     def __init__(self, layers: int, ep: int, device: torch.device) -> None:
         self._ep = ep
-        self._shares = torch.ones(layers, 1) if ep == 1 else None  # [layers, ep] of the pass before, or None if unknown
+        self._shares = torch.ones(layers, 1) if ep == 1 else None  # [layers, ep], or None if unknown
         self._noted = torch.zeros(layers, ep + 1, device=device)
 
     def expect(self, layers: Sequence[int], rows: Sequence[int]) -> list[Mapping[int, LayerForecast]]:
@@ -62,10 +64,11 @@ class Forecast:
         ]
 
     def conclude(self) -> bool:
-        """Learn from a pass; return whether all parts were large enough. Otherwise, the next pass counts. Waits for the device. Collective
-        among all ranks."""
+        """Learn from a pass; return whether all parts were large enough. Otherwise, the next pass counts. A pass whose experts are not
+        grouped notes nothing. Waits for the device. Collective among all ranks."""
         dist.all_reduce(self._noted, dist.ReduceOp.MAX)
         noted, self._noted = self._noted.cpu(), torch.zeros_like(self._noted)
-        held = not bool((noted[:, -1] > 0).any())
-        self._shares = torch.ones(len(noted), 1) if self._ep == 1 else noted[:, :-1] if held else None
+        shares, held = noted[:, :-1], not bool((noted[:, -1] > 0).any())
+        if self._ep > 1 and bool(shares.any()):
+            self._shares = None if not held else shares if self._shares is None else shares.maximum(_FADE * self._shares)
         return held

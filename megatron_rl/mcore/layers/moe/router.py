@@ -173,7 +173,7 @@ class RoutingStats:
         self._sums = torch.zeros(3, shape.num_layers, dtype=torch.float64, device=self._device)  # tokens, their entropy, tokens that differ
         self._arrived = torch.zeros((), dtype=torch.float64, device=self._device)
         self._sent, self._dtype = 0, torch.uint8 if shape.dtype is np.uint8 else torch.int16
-        self._records: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
+        self._records: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
         """Layers, token indices [t], and chosen experts [t, layers, k], on the host, of each micro-batch."""
 
     def add(self, layer: int, batch: RoutedMicroBatch, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -189,10 +189,11 @@ class RoutingStats:
 
     def keep_record(self, batch: RoutedMicroBatch) -> None:
         """Start to copy the chosen experts of a micro-batch to the host, which holds the record of all samples."""
-        if batch.record:
-            layers, chosen = zip(*batch.record.items(), strict=True)
-            indices, experts = (x.to("cpu", non_blocking=True) for x in (batch.token_indices, torch.stack(chosen, 1)))
-            self._records.append((list(layers), indices, experts))
+        if found := batch.record:
+            layers, nothing = slice(min(found), max(found) + 1), torch.zeros_like(found[min(found)])
+            chosen = torch.stack([found.get(layer, nothing) for layer in range(layers.start, layers.stop)], 1)
+            indices, experts = (x.to("cpu", non_blocking=True) for x in (batch.token_indices, chosen))
+            self._records.append((layers, indices, experts))
 
     def add_arrived(self, experts: SequentialMLP, inputs: tuple[Any, ...], etp: int) -> None:
         """Count the tokens that experts are called with. Each of `etp` tensor-parallel ranks of an expert receives all of its tokens."""
@@ -232,7 +233,7 @@ class RoutingStats:
         shape = sum(self._lengths) + 1, self._shape.num_layers, self._shape.top_k
         records = torch.zeros(shape, dtype=self._dtype)
         for layers, indices, chosen in self._records:
-            records[indices.unsqueeze(1), torch.tensor(layers)] = chosen  # padding (index -1) goes to the last row
+            records[indices, layers] = chosen  # padding (index -1) goes to the last row
         self._records.clear()
         samples = records[:-1].split(self._lengths)
         for record in samples:  # one after the other, since all of them would need much memory of the device
