@@ -11,7 +11,7 @@ from support.samples import assert_same
 from support.trainer import STILL, Trainer, own
 
 from megatron_rl.kernels.linear import make_backend, make_grouped_backend
-from megatron_rl.mcore.layers.moe import experts, token_counts
+from megatron_rl.mcore.layers.moe import experts, forecast, token_counts
 from megatron_rl.mcore.layers.moe.router import ModelRouters, RoutingReplay
 from parallel.layout import Layout
 
@@ -40,6 +40,7 @@ def score(folder, batch, train, layout, follows, alone=False):
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu_libraries.install(patch)
         patch.setattr(token_counts, "counts_on_device", lambda: True)
+        patch.setattr(forecast, "_MOST", 9)  # loads of the small micro-batches differ
         patch.setattr(experts, "start_count", counts := mock.Mock(side_effect=token_counts.start_count))
         patch.setattr(RoutingReplay, "get_replay_topk", lambda self, scores, *args: plain(self, scores + favor, *args))
         if not follows:
@@ -68,4 +69,5 @@ def test_expected_parts_change_no_bit_and_are_repeated_if_too_small(worlds, mode
             assert_same(ours, theirs)
             assert ours["metrics"]["router/dropped"] == 0
         (each,) = {waits for _, waits in counted}  # none in a stage without experts
-        assert [waits for _, waits in expected] == [0 if layout.ep == 1 else waits for waits in (each, 0, each, 0, each)]
+        *waits, last = [0 if layout.ep == 1 else waits for waits in (each, 0, each, 0, each)]
+        assert [found for _, found in expected[:-1]] == waits and expected[-1][1] in (0, last)  # an even load may fit into uneven parts
