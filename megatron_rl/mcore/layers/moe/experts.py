@@ -279,16 +279,12 @@ class EvenDispatcher(Dispatcher):
     input. Megatron adds them in the tensor's dtype in any order."""
 
     order: torch.Tensor  # order of tokens as in `kernels.experts.reference`
+    as_received: bool  # whether experts get tokens in the order in which ranks sent them
     parts: _Parts | None  # None if tokens are counted
-
-    @property
-    def as_received(self) -> bool:
-        """Whether experts get tokens in the order in which ranks sent them."""
-        return self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
 
     def preprocess(self, routing_map: torch.Tensor) -> Any:
         """Start to count the tokens sent to each expert, or find the parts that are large enough for them."""
-        self.parts = None
+        self.as_received, self.parts = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped, None
         super().preprocess(routing_map)
 
     def _count(self, own: torch.Tensor, forecast: LayerForecast | None) -> Callable[[], Any]:
