@@ -1,5 +1,5 @@
 """Passes without gradient exchange tokens of experts in parts of expected sizes, and no bit changes: a pass with a part that is too small
-is repeated. Also what PolicyTrainer's update replays of the pass before it."""
+is repeated."""
 
 from unittest import mock
 
