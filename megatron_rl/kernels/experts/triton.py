@@ -129,15 +129,16 @@ def pack_token(
 
 
 @triton.jit
-def spread_packed_row(packed, sources, data, scales, rows, width, blocks, WIDTH_TILE: tl.constexpr, BLOCKS_TILE: tl.constexpr):
-    """One program per row: int32 data [rows, width] and scales [blocks, rows] of packed tokens [n, width + blocks]."""
+def spread_packed_row(packed, sources, owners, data, scales, rows, width, blocks, WIDTH_TILE: tl.constexpr, BLOCKS_TILE: tl.constexpr):
+    """One program per row: int32 data [rows, width] and scales [blocks, rows] of packed tokens [n, width + blocks]. It leaves out a row of
+    no expert."""
     row, column, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE), tl.arange(0, BLOCKS_TILE)
-    source = tl.load(sources + row).to(tl.int64)
+    source, owned = tl.load(sources + row).to(tl.int64), tl.load(owners + row) >= 0
     start = packed + source * (width + blocks)
     values = tl.load(start + column, mask=(column < width) & (source >= 0), other=0)
-    tl.store(data + row * width + column, values, mask=column < width)
+    tl.store(data + row * width + column, values, mask=(column < width) & owned)
     values = tl.load(start + width + block, mask=(block < blocks) & (source >= 0), other=0)
-    tl.store(scales + block * rows + row, values, mask=block < blocks)
+    tl.store(scales + block * rows + row, values, mask=(block < blocks) & owned)
 
 
 def quantize_weighed(
@@ -191,7 +192,7 @@ def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str, rows: int | No
 
 
 def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
-    """Return the rows of packed tokens `[n, K/4 + K/128]`, with zeros in the padding. Raise ValueError for other shapes."""
+    """Return the rows of packed tokens `[n, K/4 + K/128]`, with zeros in the padding of experts. Raise ValueError for other shapes."""
     width = packed.shape[1] * 32 // 33
     blocks = packed.shape[1] - width
     if width != 32 * blocks or len(packed) != len(groups.places):
@@ -202,7 +203,7 @@ def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
     if groups.rows:
         launch = choose_launch(width)
         spread_packed_row[(groups.rows,)](
-            packed.contiguous(), groups.sources, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
+            packed.contiguous(), groups.sources, groups.experts, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
             BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
         )  # fmt: skip
     return rows

@@ -128,6 +128,7 @@ def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect as collect_rows
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
     groups = TokenGroups.from_counts(SENT, "cpu")
     tokens = len(groups.places)
@@ -163,6 +164,16 @@ def test_bytes_and_scales_match_separate_kernels():
     packed = torch.randint(0, 1 << 30, (tokens, 64 + 2), dtype=torch.int32)
     found, wanted = spread_packed(packed, groups), fake_gpu_libraries.spread_packed(packed, groups)
     assert same_bits(found, wanted) and found[1].stride() == (1, 384)
+    parts, size = TokenGroups.from_parts(SENT, 150), 150
+    sent = torch.full((len(SENT) * size, 64 + 2), -1, dtype=torch.int32)
+    sent[torch.cat([number * size + torch.arange(count) for number, count in enumerate(SENT.sum(1).tolist())])] = packed
+    in_parts = spread_packed(sent, parts)
+    assert len(in_parts[0]) > groups.rows and same_bits([pair[: groups.rows] for pair in in_parts], found)
+    gate_up = uneven(parts.rows, 512, torch.bfloat16)
+    (wanted, _), (found, _) = (
+        quantize_swiglu(gate_up[: each.rows], None, "pow2", rows=True, columns=False, groups=each) for each in (groups, parts)
+    )
+    assert same_bits([pair[: groups.rows] for pair in found], wanted)
 
 
 @in_interpreter
