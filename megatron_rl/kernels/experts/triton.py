@@ -203,8 +203,8 @@ def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
     if groups.rows:
         launch = choose_launch(width)
         spread_packed_row[(groups.rows,)](
-            packed.contiguous(), groups.sources, groups.experts, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
-            BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
+            packed.contiguous(), groups.sources, groups.experts, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width,
+            blocks, BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
         )  # fmt: skip
     return rows
 
