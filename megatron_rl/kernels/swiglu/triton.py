@@ -114,7 +114,7 @@ def quantize_swiglu_tile(
     token = token_tile * TILE + tl.arange(0, TILE)
     first, column = token_tile * TILE, column_tile * TILE
     halves: tl.constexpr = 2 if BACKWARD else 1
-    if GROUPED:
+    if GROUPED and not COLUMNS:  # with columns, the host knows the counts, and every row has an expert
         owned = (tl.load(owners + first) >= 0).to(tl.int32)
         tokens, row_tokens = tokens * owned, row_tokens * owned
     if BACKWARD:  # in two steps, since both halves would not fit in registers
