@@ -105,6 +105,10 @@ def launch_all() -> None:
         token_rows_triton.collect(token_rows_triton.scatter(stream, order), places, None)
         token_rows_triton.collect(stream, places, torch.zeros(256))
         token_rows_triton.sum_rows(torch.zeros(256, width, dtype=torch.bfloat16), order)
+    for parts, experts in ((8, 16), (1, 128), (64, 4)):
+        counts, sizes, weights = torch.zeros(parts, experts, dtype=torch.int64), places[:parts], torch.zeros(parts * experts * 32)
+        token_rows_triton.tabulate_parts(counts, 2016)
+        token_rows_triton.place_tokens(places, weights, counts.flatten(), sizes, torch.zeros(parts + 1), 256)
     for count, queries, interleaved, normed in ((8, 4, False, True), (1, 8, False, True), (8, 5, False, False), (2, 16, True, False)):
         rotation = Rotation(torch.zeros(64, 64), torch.zeros(64, 64), torch.zeros(96, dtype=torch.int64), interleaved)
         layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)

@@ -158,8 +158,9 @@ class AlgorithmConfig(ConfigSection):
     """`token_veto`: minimum q of a token."""
 
     routing_replay: Literal["none", "trainer", "engine"] = "none"
-    """Whose expert choices the training forward passes use. `none`: each pass chooses. `trainer` (R2): those of the pass that computed the
-    old log-probs. `engine` (R3): those of the engine during sampling, also for the old log-probs. See docs/guides/moe.md."""
+    """Whose expert choices the training forward passes use. `none`: each pass chooses, except a step's only update on a GPU, whose weights
+    are those of the pass that computed the old log-probs. `trainer` (R2): those of the pass that
+    computed the old log-probs. `engine` (R3): those of the engine during sampling, also for the old log-probs. See docs/guides/moe.md."""
 
     @property
     def kl_in_reward(self) -> bool:

@@ -91,6 +91,16 @@ class Policy:
         """Return (log-probs of each sample's sampled tokens, float32 [A]; mean entropy in nats per response token), without gradient.
         Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all
         replicas."""
+        with torch.no_grad():
+            logprobs, entropy_and_tokens = self.routing.follow_forecast(partial(self._score, samples))
+        reduce.sum_stages(logprobs)
+        reduce.sum_values(entropy_and_tokens)
+        entropy, tokens = entropy_and_tokens.tolist()
+        return list(logprobs.cpu().split([sample.sampled_count for sample in samples])), entropy / max(tokens, 1)
+
+    def _score(self, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a pass; return this rank's part of (log-probs of all sampled tokens, float32 [A]; sum of entropies and number of tokens,
+        float64 [2]), zeros on other stages than the last."""
         lengths = [sample.sampled_count for sample in samples]
         logprobs, firsts = torch.zeros(sum(lengths), device=self._device), list(accumulate(lengths, initial=0))
         entropy_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -104,12 +114,8 @@ class Policy:
             entropy_and_tokens.add_(torch.stack([(entropies * batch.mask).sum(), batch.mask.sum()]))
             return scores.new_zeros(())
 
-        with torch.no_grad():
-            self._run(samples, collect, forward_only=True)
-        reduce.sum_stages(logprobs)
-        reduce.sum_values(entropy_and_tokens)
-        entropy, tokens = entropy_and_tokens.tolist()
-        return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
+        self._run(samples, collect, forward_only=True)
+        return logprobs, entropy_and_tokens
 
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
         """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns.

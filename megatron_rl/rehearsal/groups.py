@@ -70,6 +70,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/linear/quantized_matmul.py": _CALLER,
     "megatron_rl/mcore/layers/moe/router.py Router.attach_and_log_load_balancing_loss": "tp*cp",
     "megatron_rl/mcore/layers/moe/router.py": "world",
+    "megatron_rl/mcore/layers/moe/forecast.py": "world",
     "megatron_rl/mcore/layers/linear/row_parallel.py": _CALLER,
     "megatron_rl/mcore/layers/spec.py": _CALLER,
     "megatron_rl/mcore/layers/moe/shared_experts.py": "tp",

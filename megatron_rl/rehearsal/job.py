@@ -32,6 +32,7 @@ from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear
 from megatron_rl.mcore.layers.moe.router import RoutedMicroBatch, RoutingReplay
+from megatron_rl.mcore.layers.moe.token_counts import keeps_routing
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import collect_named_tensors
 from megatron_rl.observability import profiling
@@ -136,7 +137,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
             sample.old_logprobs = sample.reference_logprobs = sample.teacher_logprobs = logprobs
     loss = PolicyLoss(config.algorithm, config.teacher)
     _train_critic(config, actor, critic, samples, gpu, "critic 1")
-    _give_records(samples, actor, replay != "none")
+    _give_records(samples, actor, replay == "engine" or keeps_routing(config.algorithm))
     begin("update 1")
     actor.update(samples, loss)
     if config.placement.kind == "colocated":
@@ -158,7 +159,7 @@ def _run(config: Config, layout: Layout, gpu: FakeGpu, scratch: Path) -> None:
     for policy in filter(None, (actor, reference, teacher)):
         policy.compute_logprobs(samples)
     _train_critic(config, actor, critic, samples, gpu, "critic 2")
-    _give_records(samples, actor, replay != "none")
+    _give_records(samples, actor, replay == "engine" or keeps_routing(config.algorithm))
     begin("update 2")
     actor.update(samples, loss)
     del reference, teacher, policy  # a run resumes before it loads frozen models and before it computes

@@ -26,6 +26,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.moe.router import DIFFERS
+from megatron_rl.mcore.layers.moe.token_counts import keeps_routing
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
@@ -97,6 +98,7 @@ class PolicyTrainer:
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """Shape of the engine's routing records, or None if they are not replayed."""
+        self._records: dict[int, torch.Tensor] = {}  # the actor's routing of the step's samples by number, if only the update replays it
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
         self.compared: list[TrainingSample] = []  # this replica's samples of the newest step with a bound on the mismatch
         self.replay: ReplayBuffer | None = None
@@ -123,13 +125,17 @@ class PolicyTrainer:
         """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed. Return entropy,
         mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids."""
         samples = step_samples.own
-        replay_own = self._config.algorithm.routing_replay == "trainer"
-        with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
+        keep = self.actor.routing.shape is not None and keeps_routing(self._config.algorithm)
+        with self.actor.routing.collect_stats(samples, keep) as routing:
             logprobs_B, entropy = self.actor.compute_logprobs(samples)
         for sample, logprobs in zip(samples, logprobs_B, strict=True):
             sample.old_logprobs = logprobs
-        for sample, record in zip(samples, routing.gather_records() if replay_own else [], strict=replay_own):
-            sample.routed_experts = record
+        records = {sample.number: record for sample, record in zip(samples, routing.gather_records() if keep else [], strict=keep)}
+        if self._config.algorithm.routing_replay == "trainer":
+            for sample in samples:
+                sample.routed_experts = records[sample.number]
+        else:
+            self._records = records
         if self._reference is not None:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
@@ -198,6 +204,8 @@ class PolicyTrainer:
 
     def _update(self, mini_batch: list[TrainingSample]) -> dict[str, float]:
         """Take one optimizer step. An error about numbers that are not finite names the loss if it is the user's own."""
+        if self._records:
+            mini_batch = [replace(sample, routed_experts=self._records.pop(sample.number)) for sample in mini_batch]
         try:
             return self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher))
         except RunError as error:

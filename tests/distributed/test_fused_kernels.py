@@ -23,7 +23,8 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
 from megatron_rl.mcore.layers import norms, spec
 from megatron_rl.mcore.layers.attention import mla, self_attention
-from megatron_rl.mcore.layers.moe import experts
+from megatron_rl.mcore.layers.moe import experts, token_counts
+from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from parallel.layout import Layout
@@ -162,8 +163,9 @@ def dispatch_packed(folder, batch, layout, packed):
 
     result = {}
     with stand_ins() as patch:
-        patch.setattr(experts, "counts_on_device", lambda: True)
+        patch.setattr(token_counts, "counts_on_device", lambda: True)
         patch.setattr(dist, "all_to_all_single", count)
+        patch.setattr(ModelRouters, "follow_forecast", lambda _, run: run())  # parts are always packed
         if not packed:
             patch.setattr(experts.OutputWeightedExperts, "scatter_tokens", lambda _, rows, order: scatter_tokens(rows, order))
         trainer = Trainer(folder, DEEP_GEMM, TRAIN | {"learning_rate": 1e-2}, layout=layout)

@@ -8,13 +8,16 @@ from support.families import parse_layout
 from support.models import FP8, FP32, random_sequences, read_weights
 from support.samples import with_random_routing
 from support.trainer import Trainer, gather, negative_log_likelihood, own
-from support.training_runs import ScriptedWorker, run_loop
+from support.training_runs import ScriptedWorker, run_loop, without_times
 
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.layers.moe import token_counts
 from megatron_rl.mcore.layers.moe.router import Router
 
 BATCH = random_sequences(7, seed=1)
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
+CHANGE = {"update/abs_mean", "update/abs_max"}
 
 
 def train_once(folder, batch, layout, train=None):
@@ -102,6 +105,21 @@ def loop(folder, replay):
     """Return the log of two steps in unified FP8 with a KL term, the second with an attribution."""
     algorithm = {"routing_replay": replay, "updates_per_step": 2, "kl_coef": 0.001}
     return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker=RoutedWorker)["rows"]
+
+
+def update_once(folder, replay, on_device):
+    """Return the log of two steps with one optimizer step each, and whether each update replayed records."""
+    replayed, update = [], Actor.update
+
+    def observe(actor, samples, loss):
+        replayed.append(all(len(sample.routed_experts) for sample in samples))
+        return update(actor, samples, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Actor, "update", observe)
+        patch.setattr(token_counts, "counts_on_device", lambda: on_device)
+        rows = run_loop(folder, FP8, {"routing_replay": replay}, steps=2, noise=0.0, worker=RoutedWorker)["rows"]
+    return without_times(rows), replayed
 
 
 def _nothing(logprobs, batch):
@@ -219,3 +237,15 @@ def test_the_loop_replays_what_it_is_told_to(worlds, folders, replay):
     assert ("mismatch/without_replay/abs_mean" in second) == (replay == "engine") and "mismatch/without_replay/abs_mean" not in first
     if replay == "engine":
         assert second["mismatch/without_replay/abs_max"] == 0 < second["router/differs_without_replay"] <= second["router/differs"]
+
+
+def test_on_a_gpu_a_steps_only_update_replays_the_pass_before_it(worlds, folders):
+    """The run is that with `routing_replay = "trainer"`, except that the measured change is that of a policy that chooses its experts."""
+    run = worlds(1).call
+    (chosen, never), (own, always), (recorded, asked) = (
+        run(update_once, folders["qwen3_moe"], *case)[0] for case in (("none", False), ("none", True), ("trainer", False))
+    )
+    assert never == [False] * 2 and always == asked == [True] * 2
+    for row, trainers, plain in zip(own, recorded, chosen, strict=True):
+        assert row.keys() == trainers.keys() == plain.keys()
+        assert {name for name in row if row[name] != trainers[name]} <= CHANGE

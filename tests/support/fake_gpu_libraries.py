@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
+from megatron_rl.kernels.experts.reference import weigh
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.fp8 import quantize_1x128
@@ -104,7 +104,7 @@ def _quantize_rows(x, scale_format, *, rows, columns, groups, by_token=False):
 
 def spread(x, groups):
     """Spread `[n, h]` to `[T, h]`; padding is zero."""
-    return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
+    return x[groups.sources.long().clamp(min=0)].masked_fill((groups.sources < 0).unsqueeze(1), 0)
 
 
 def quantize_weighed(gradient, outputs, weights, groups, scale_format, *, columns, by_token=False):
@@ -114,15 +114,17 @@ def quantize_weighed(gradient, outputs, weights, groups, scale_format, *, column
     return of_rows, of_columns, (gradient.float() * outputs[groups.places]).sum(-1)
 
 
-def pack(x, order, scale_format):
+def pack(x, order, scale_format, rows=None):
+    """Rows without a token, which nothing may read, are NaN and -NaN with the scale NaN."""
     data, scale = quantize_1x128(x, scale_format)
-    return scatter_tokens(torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1), order)
+    packed = torch.cat([data.view(torch.int32), scale.contiguous().view(torch.int32)], 1)
+    result = packed.new_full((rows or order.numel(), packed.shape[1]), -1)
+    return result.index_copy_(0, order.flatten(), packed.repeat_interleave(order.shape[1], 0))
 
 
 def spread_packed(packed, groups):
     width = packed.shape[1] * 32 // 33
-    scale = packed.new_zeros(packed.shape[1] - width, groups.rows).t()
-    scale.index_copy_(0, groups.places, packed[:, width:])
+    scale = spread(packed[:, width:], groups).t().contiguous().t()
     return spread(packed[:, :width], groups).view(torch.float8_e4m3fn), scale.view(torch.float32)
 
 

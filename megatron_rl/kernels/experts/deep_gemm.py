@@ -74,12 +74,12 @@ class DeepGemmExperts:
         rows, column_pair, of_weights = quantize_weighed(gradient, outputs, weights, groups, self._single.scale_format, **options)
         return Operand(groups.rows, rows, column_pair or ()), of_weights
 
-    def pack(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: torch.Tensor, order: torch.Tensor, rows: int | None = None) -> torch.Tensor:
         """Quantize tokens x bf16 `[n, K]` along K and pack each at its places `order` `[n, k]`, to send them to other ranks: int32
-        `[n k, K/4 + K/128]`, bytes followed by scales."""
+        `[n k or rows, K/4 + K/128]`, bytes followed by scales."""
         from megatron_rl.kernels.experts.triton import pack
 
-        return pack(x, order, self._single.scale_format)
+        return pack(x, order, self._single.scale_format, rows)
 
     def unpack(self, packed: torch.Tensor, groups: TokenGroups) -> Operand:
         """Return the rows of `quantize` for n tokens that `pack` quantized."""
@@ -88,7 +88,7 @@ class DeepGemmExperts:
         return Operand(groups.rows, spread_packed(packed, groups))
 
     def fprop(self, x: Operand, weight: DeepGemmWeight, groups: TokenGroups) -> torch.Tensor:
-        """Return bf16 `[T, N]`; padding rows are zero."""
+        """Return bf16 `[T, N]`; padding rows of an expert are zero."""
         return _multiply(x, weight.fprop, groups)
 
     def dgrad(self, dy: Operand, weight: DeepGemmWeight, groups: TokenGroups) -> torch.Tensor:

@@ -2,7 +2,8 @@
 token's experts, and rounded once, as in SGLang.
 
 `order` int64 `[n, k]` holds the places of the k rows of each token among the n k rows sorted by expert. `places` int64 `[n]` holds the
-places of n rows among more rows (`kernels.experts.token_groups`).
+places of n rows among more rows (`kernels.experts.token_groups`). `place_tokens` and `tabulate_parts` compute places from counts that only
+the device knows (`mcore.layers.moe.forecast`).
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels import with_kernel
+from parallel.formats import BLOCK
 
 
 def scatter_tokens(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -57,3 +59,43 @@ def weigh(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return x `[n, h]` times float32 weights `[n]`, multiplied in FP32 and rounded once, in one kernel without an FP32 copy."""
     result: torch.Tensor = torch.mul(x, weights.unsqueeze(-1), out=torch.empty_like(x))
     return result
+
+
+@with_kernel
+def place_tokens(
+    chosen: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, sizes: torch.Tensor, noted: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (place int64 `[n k]` of each row of this rank's tokens in the parts that it sends; weights float32 `[total]` at these places).
+    Other weights are arbitrary, and so are all results if a part is too small. No place is outside the parts.
+
+    Args:
+        chosen: int64 `[n k]`, sorted: expert times n plus token of each row.
+        weights: float32 `[experts n]`, of each token for each expert.
+        counts: int64 `[experts]`, tokens that this rank sends to each expert.
+        sizes: int64 `[ranks]`, rows of the part for each rank; `total` is their sum on the host.
+        noted: float32 `[ranks + 1]`, set to the maximum of itself and the share of the n k rows that each rank gets, and how many rows the
+            parts lack at most.
+    """
+    of_ranks = counts.view(len(sizes), -1).sum(1)
+    spare = sizes - of_ranks
+    shifts = (spare.cumsum(0) - spare)[chosen // (len(weights) // len(sizes))]
+    places = (torch.arange(len(chosen), device=chosen.device) + shifts).clamp(max=total - 1)
+    torch.maximum(noted, torch.cat([of_ranks / len(chosen), -spare.amin(0, keepdim=True)]).float(), out=noted)
+    return places, weights.new_zeros(total).index_copy_(0, places, weights.index_select(0, chosen))
+
+
+@with_kernel
+def tabulate_parts(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tables (sources int32 `[T]`, experts int32 `[T]`, places int64 `[S size]`) of `TokenGroups.from_parts` for counts int64
+    `[S, E]`. T is the most rows that the groups can need. Places of rows without a token are 0."""
+    parts, experts = counts.shape
+    rows, n = (parts * size // BLOCK + experts) * BLOCK, parts * size
+    lengths = (counts.sum(0) + BLOCK - 1) // BLOCK * BLOCK
+    first_rows = (lengths.cumsum(0) - lengths + counts.cumsum(0) - counts).t().flatten()
+    first_tokens = (torch.arange(parts, device=counts.device) * size).unsqueeze(1) + counts.cumsum(1) - counts
+    row = torch.arange(rows, device=counts.device)
+    chunk = torch.searchsorted(first_rows, row, right=True) - 1  # tokens of one part for one expert
+    offset = row - first_rows[chunk]
+    sources = torch.where(offset < counts.t().flatten()[chunk], first_tokens.t().flatten()[chunk] + offset, -1).clamp(max=n - 1)
+    places = row.new_zeros(n + 1).index_copy_(0, torch.where(sources < 0, n, sources), row)[:n]
+    return sources.int(), torch.where(row < lengths.sum(), chunk // parts, -1).int(), places

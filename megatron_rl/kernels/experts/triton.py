@@ -60,7 +60,9 @@ def collect_row(x, places, weights, result, width, WEIGHS: tl.constexpr, WIDTH_T
 
 def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return `[n k, h]`: x `[n, h]` at the places `order` `[n, k]`. Raise ValueError if x and `order` differ in n."""
-    x, (tokens, k) = _check(x, order, 1), order.shape
+    x, (tokens, k) = x.contiguous(), order.shape
+    if x.dim() != 2 or len(x) != tokens:
+        raise ValueError(f"x {list(x.shape)} does not match the places of tokens {list(order.shape)}")
     result = torch.empty(tokens * k, x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
         scatter_row[(tokens,)](x, order.contiguous(), result, x.shape[1], K=k, **choose_launch(x.shape[1]))
@@ -68,8 +70,8 @@ def scatter(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return `[n, h]`: the sums of the rows `order` `[n, k]` of x `[n k, h]`. Raise ValueError for other shapes."""
-    x, (tokens, k) = _check(x, order, order.shape[1]), order.shape
+    """Return `[n, h]`: the sums of the rows `order` `[n, k]` of x `[m, h]`."""
+    x, (tokens, k) = x.contiguous(), order.shape
     result = torch.empty(tokens, x.shape[1], dtype=x.dtype, device=x.device)
     if result.numel():
         sum_row[(tokens,)](x, order.contiguous(), result, x.shape[1], K=k, **choose_launch(x.shape[1]))
@@ -83,12 +85,6 @@ def collect(x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None 
         given = torch.empty(0, device=x.device) if weights is None else weights.contiguous()
         collect_row[(len(places),)](x, places, given, result, x.shape[1], WEIGHS=weights is not None, **choose_launch(x.shape[1]))
     return result
-
-
-def _check(x: torch.Tensor, order: torch.Tensor, rows_of_token: int) -> torch.Tensor:
-    if x.dim() != 2 or len(x) != len(order) * rows_of_token:
-        raise ValueError(f"x {list(x.shape)} does not match the places of tokens {list(order.shape)}")
-    return x.contiguous()
 
 
 @triton.jit
@@ -133,15 +129,16 @@ def pack_token(
 
 
 @triton.jit
-def spread_packed_row(packed, sources, data, scales, rows, width, blocks, WIDTH_TILE: tl.constexpr, BLOCKS_TILE: tl.constexpr):
-    """One program per row: int32 data [rows, width] and scales [blocks, rows] of packed tokens [n, width + blocks]."""
+def spread_packed_row(packed, sources, owners, data, scales, rows, width, blocks, WIDTH_TILE: tl.constexpr, BLOCKS_TILE: tl.constexpr):
+    """One program per row: int32 data [rows, width] and scales [blocks, rows] of packed tokens [n, width + blocks]. It leaves out a row of
+    no expert."""
     row, column, block = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE), tl.arange(0, BLOCKS_TILE)
-    source = tl.load(sources + row).to(tl.int64)
+    source, owned = tl.load(sources + row).to(tl.int64), tl.load(owners + row) >= 0
     start = packed + source * (width + blocks)
     values = tl.load(start + column, mask=(column < width) & (source >= 0), other=0)
-    tl.store(data + row * width + column, values, mask=column < width)
+    tl.store(data + row * width + column, values, mask=(column < width) & owned)
     values = tl.load(start + width + block, mask=(block < blocks) & (source >= 0), other=0)
-    tl.store(scales + block * rows + row, values, mask=block < blocks)
+    tl.store(scales + block * rows + row, values, mask=(block < blocks) & owned)
 
 
 def quantize_weighed(
@@ -177,15 +174,15 @@ def quantize_weighed(
     return rows, shape_groups(column_pair, groups, by_token), sums.sum(0)
 
 
-def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Quantize tokens x `[n, K]` and return them packed, int32 `[n k, K/4 + K/128]`, at the places `order` int64 `[n, k]`. Raise ValueError
-    if K is not a multiple of 128 or the shapes do not match."""
+def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str, rows: int | None = None) -> torch.Tensor:
+    """Quantize tokens x `[n, K]` and return them packed, int32 `[rows, K/4 + K/128]`, at the places `order` int64 `[n, k]` of n k or more
+    rows. Raise ValueError if K is not a multiple of 128 or the shapes do not match."""
     (tokens, k), width = order.shape, x.shape[1]
     if width % BLOCK or len(x) != tokens:
         raise ValueError(
             f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and order {list(order.shape)} must have a row per token"
         )
-    packed = torch.empty(tokens * k, width // 4 + width // BLOCK, dtype=torch.int32, device=x.device)
+    packed = torch.empty(rows or tokens * k, width // 4 + width // BLOCK, dtype=torch.int32, device=x.device)
     if tokens:
         formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
         data, scales = packed.view(torch.uint8)[:, :width], packed.view(torch.float32)[:, width // 4 :]
@@ -195,7 +192,7 @@ def pack(x: torch.Tensor, order: torch.Tensor, scale_format: str) -> torch.Tenso
 
 
 def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
-    """Return the rows of packed tokens `[n, K/4 + K/128]`, with zeros in the padding. Raise ValueError for other shapes."""
+    """Return the rows of packed tokens `[n, K/4 + K/128]`, with zeros in the padding of experts. Raise ValueError for other shapes."""
     width = packed.shape[1] * 32 // 33
     blocks = packed.shape[1] - width
     if width != 32 * blocks or len(packed) != len(groups.places):
@@ -206,7 +203,77 @@ def spread_packed(packed: torch.Tensor, groups: TokenGroups) -> QuantizedPair:
     if groups.rows:
         launch = choose_launch(width)
         spread_packed_row[(groups.rows,)](
-            packed.contiguous(), groups.sources, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width, blocks,
-            BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
+            packed.contiguous(), groups.sources, groups.experts, data.view(torch.int32), scale.t().view(torch.int32), groups.rows, width,
+            blocks, BLOCKS_TILE=triton.next_power_of_2(blocks), **launch,
         )  # fmt: skip
     return rows
+
+
+@triton.jit
+def place_rows(
+    chosen, weights, counts, sizes, noted, places, sent, span, ranks, experts, rows, total, RANKS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One program for TILE rows of a rank's tokens. `span` is the number of `weights` of a rank, `experts` that of its experts."""
+    rank, expert = tl.arange(0, RANKS), tl.arange(0, EXPERTS)
+    real = (rank[:, None] < ranks) & (expert[None, :] < experts)
+    of_ranks = tl.sum(tl.load(counts + rank[:, None] * experts + expert[None, :], mask=real, other=0), axis=1)
+    spare = tl.load(sizes + rank, mask=rank < ranks, other=0) - of_ranks
+    shifts = tl.cumsum(spare, 0) - spare
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    source = tl.load(chosen + row, mask=row < rows, other=0)
+    shift = tl.sum(tl.where((source // span)[:, None] == rank[None, :], shifts[None, :], 0), axis=1)
+    place = tl.minimum(row + shift, total - 1)
+    tl.store(places + row, place, mask=row < rows)
+    tl.store(sent + place, tl.load(weights + source, mask=row < rows, other=0.0), mask=row < rows)
+    if tl.program_id(0) == 0:
+        share = tl.div_rn(of_ranks.to(tl.float32), tl.full([RANKS], 1.0, tl.float32) * rows)
+        tl.store(noted + rank, tl.maximum(share, tl.load(noted + rank, mask=rank < ranks, other=0.0)), mask=rank < ranks)
+        tl.store(noted + ranks, tl.maximum(tl.max(-spare, axis=0).to(tl.float32), tl.load(noted + ranks)))
+
+
+def place_tokens(
+    chosen: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, sizes: torch.Tensor, noted: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.experts.reference.place_tokens`."""
+    ranks, rows = len(sizes), len(chosen)
+    places, sent = torch.empty_like(chosen), weights.new_empty(total)
+    shape: Any = {"RANKS": triton.next_power_of_2(ranks), "EXPERTS": triton.next_power_of_2(len(counts) // ranks), "TILE": BLOCK}
+    tables = chosen, weights, counts, sizes, noted, places, sent
+    place_rows[(triton.cdiv(rows, BLOCK),)](*tables, len(weights) // ranks, ranks, len(counts) // ranks, rows, total, **shape)
+    return places, sent
+
+
+@triton.jit
+def tabulate_tile(counts, sources, owners, places, size, parts, experts, PARTS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    """One program for TILE rows, which belong to one expert."""
+    part, expert = tl.arange(0, PARTS), tl.arange(0, EXPERTS)
+    real = (part[None, :] < parts) & (expert[:, None] < experts)
+    count = tl.load(counts + part[None, :] * experts + expert[:, None], mask=real, other=0)
+    length = (tl.sum(count, axis=1) + TILE - 1) // TILE * TILE
+    start = tl.cumsum(length, 0) - length
+    first = tl.program_id(0).to(tl.int64) * TILE
+    owns = (first >= start) & (first < start + length)
+    owner = tl.sum(tl.where(owns, expert + 1, 0), axis=0) - 1  # -1 behind the last group
+    own = tl.sum(tl.where(expert[:, None] == owner, count, 0), axis=0)
+    first_row = tl.sum(tl.where(owns, start, 0), axis=0) + tl.cumsum(own, 0) - own
+    first_token = part * size + tl.sum(tl.where(expert[:, None] < owner, count, 0), axis=0)
+    row = first + tl.arange(0, TILE)
+    inside = (row[:, None] >= first_row[None, :]) & (row[:, None] < (first_row + own)[None, :])
+    token = tl.sum(tl.where(inside, row[:, None] + (first_token - first_row)[None, :], 0), axis=1)
+    token = tl.minimum(token, parts * size - 1)
+    holds = tl.sum(inside.to(tl.int32), axis=1) > 0
+    tl.store(sources + row, tl.where(holds, token, -1).to(tl.int32))
+    tl.store(owners + row, tl.zeros([TILE], tl.int32) + owner)
+    tl.store(places + token, row, mask=holds)
+
+
+def tabulate_parts(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute `kernels.experts.reference.tabulate_parts`."""
+    parts, experts = counts.shape
+    tiles = parts * size // BLOCK + experts
+    sources, owners = (torch.empty(tiles * BLOCK, dtype=torch.int32, device=counts.device) for _ in range(2))
+    places = counts.new_zeros(parts * size)
+    shape: Any = {"PARTS": triton.next_power_of_2(parts), "EXPERTS": triton.next_power_of_2(experts), "TILE": BLOCK}
+    tabulate_tile[(tiles,)](counts.contiguous(), sources, owners, places, size, parts, experts, **shape)
+    return sources, owners, places

@@ -107,16 +107,19 @@ def _stack(a, b):
 
 @triton.jit
 def quantize_swiglu_tile(
-    gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, tokens, row_tokens, column_tokens,
+    gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, owners, tokens, row_tokens, column_tokens,
     width, row_scale_stride, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr, GROUPED: tl.constexpr,
     BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per 128x128 tile of SwiGLU's result [tokens, width]. BACKWARD: per tile of its gradient, which gives two tiles of the
-    gradient of gate_up [tokens, 2 width]."""
+    gradient of gate_up [tokens, 2 width]. Rows of no expert are left out."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = token_tile * TILE + tl.arange(0, TILE)
     first, column = token_tile * TILE, column_tile * TILE
     halves: tl.constexpr = 2 if BACKWARD else 1
+    if GROUPED and not COLUMNS:  # with columns, the host knows the counts, and every row has an expert
+        owned = (tl.load(owners + first) >= 0).to(tl.int32)
+        tokens, row_tokens = tokens * owned, row_tokens * owned
     if BACKWARD:  # in two steps, since both halves would not fit in registers
         HALF: tl.constexpr = TILE // 2
         a, b = _load_gradients(gate_up, gradient, first, column, tokens, width, HALF, TILE)
@@ -167,13 +170,13 @@ def quantize_swiglu(
     unused: Any = torch.empty(0, dtype=torch.uint8, device=gate_up.device)
     row_data, row_scale = (row_pair[0].view(torch.uint8), row_pair[1]) if row_pair else (unused, unused)
     column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
-    group_start, group_length = (unused, unused) if groups is None else groups.tiles
+    tables = (unused, unused, unused) if groups is None else (*groups.tiles, groups.experts)
     narrow = gradient is not None and (by_token or not columns) and blackwell.is_blackwell()
     if tokens:
         quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
             gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
-            group_start, group_length, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0,
-            width, row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
+            *tables, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0, width,
+            row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
             GROUPED=groups is not None, BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK,
             **(_NARROW_LAUNCH if narrow else TILE_LAUNCH),
         )  # fmt: skip

@@ -74,7 +74,12 @@ def sum_samples(rows: torch.Tensor, numbers: Sequence[int], count: int) -> torch
 
 def max_over_replicas(number: int) -> int:
     """Return the maximum over replicas."""
-    return int(_reduce_numbers([number], dist.ReduceOp.MAX)[0])
+    return max_of_replicas([number])[0]
+
+
+def max_of_replicas(numbers: Sequence[int]) -> list[int]:
+    """Return the maximum over replicas of each number."""
+    return [int(value) for value in _reduce_numbers(numbers, dist.ReduceOp.MAX)]
 
 
 def _reduce_numbers(numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.rehearsal.hopper import PROPERTIES
 from megatron_rl.rehearsal.kernels.match import Call
+from megatron_rl.rehearsal.kernels.triton import count_owned
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _E4M3 = "float8_e4m3fn"
@@ -43,14 +44,14 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
-    """d [m, n] = a [m, k] @ b[expert of the row] [n, k]^T."""
+    """d [m, n] = a [m, k] @ b[expert of the row] [n, k]^T. Rows of expert -1 are skipped on Hopper."""
     call = Call("deep_gemm.m_grouped_fp8_gemm_nt_contiguous")
     call.check_all({"a": a[0], "b": b[0]}, f"a [M K] {_E4M3} (* 1); b [G N K] {_E4M3}")
     call.check_all(locals(), "d [M N] bfloat16 (* 1); grouped_layout [M] int32")
     groups, m, n, k = (call.sizes[name] for name in "GMNK")
     _check_scales(call, a[1], m, k, 1, 128)
     _check_scales(call, b[1], n, k, 128, 128, groups)
-    call.multiplied("fp8", 2 * m * n * k, *a, *b, d)
+    call.multiplied("fp8", 2 * (count_owned(grouped_layout) if PROPERTIES.major == 9 else m) * n * k, *a, *b, d)
 
 
 def k_grouped_fp8_gemm_nt_contiguous(

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.experts.reference import tabulate_parts
+from megatron_rl.rehearsal.device import set_value, value_of
 from megatron_rl.rehearsal.kernels import RefusedKernelError, count, require
 
 
@@ -50,8 +52,26 @@ def install_into(triton: Any, run: Callable[[JitFunction, Mapping[str, Any]], No
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
 
 
+def count_owned(owners: torch.Tensor) -> int:
+    """Return the number of rows that an expert has, for its number in each row or -1. All rows have one if the numbers are unknown."""
+    known = value_of(owners)
+    return len(owners) if known is None else int((known >= 0).sum())
+
+
+def _tabulate(given: Mapping[str, Any]) -> None:
+    """Set the tables of `kernels.experts.reference.tabulate_parts` if the counts are known."""
+    if (counts := value_of(given["counts"])) is not None:
+        for name, values in zip(("sources", "owners", "places"), tabulate_parts(counts, given["size"]), strict=True):
+            set_value(given[name], values)
+
+
 def _count(function: JitFunction, given: Mapping[str, Any]) -> None:
     tensors = [tensor for _, tensor in list_tensors(given)]
+    if function.name == "tabulate_tile":
+        _tabulate(given)
+    elif len(owners := given.get("owners", ())):  # rows of no expert are neither read nor written
+        rows, owned = len(owners), count_owned(owners)
+        tensors = [tensor[:owned] if tensor.shape[:1] == (rows,) else tensor for tensor in tensors]
     if function.name == "multiply_tile":
         x, weight = given["x"], given["weight"]
         count("fp8" if x.itemsize == 1 else "bf16", 2 * x.shape[0] * x.shape[1] * weight.shape[0], *tensors, kernel=function.name)

@@ -6,11 +6,13 @@ numbers (`kernels.experts.expert_sum`) and rounds once.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -18,16 +20,18 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.experts.expert_sum import sum_experts
-from megatron_rl.kernels.experts.reference import scatter_tokens, sum_tokens, weigh
+from megatron_rl.kernels.experts.reference import place_tokens, scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear.reference import project_up
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.exchange import exchange_rows
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
+from megatron_rl.mcore.layers.moe import token_counts
+from megatron_rl.mcore.layers.moe.forecast import LayerForecast
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
 from megatron_rl.mcore.layers.moe.router import Router
-from megatron_rl.mcore.layers.moe.token_counts import LayerCounts, start_count
+from megatron_rl.mcore.layers.moe.token_counts import LayerCounts, gather_counts, start_count
 from megatron_rl.mcore.names import ModelChunks, iter_modules
 from megatron_rl.mcore.passes import two_batch
 
@@ -40,14 +44,17 @@ class OutputWeightedExperts(SequentialMLP):
     _grouped: tuple[GroupedLinear, GroupedLinear] | None = None
 
     def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor | TokenGroups, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Return outputs [T, h], which Megatron adds over the ranks of an expert. Tokens [T, h] (or packed by `scatter_tokens`) are sorted
-        by expert, with weights [T]. Grouped experts may also get tokens as received from the ranks, with counts [ranks, experts]."""
+        by expert, with weights [T]. Grouped experts may also get tokens as received from the ranks, with their groups."""
         if self.runs_grouped:
-            groups = TokenGroups.from_counts(tokens_per_expert, permuted_probs.device)
+            groups = tokens_per_expert
+            if not isinstance(groups, TokenGroups):
+                groups = TokenGroups.from_counts(groups, permuted_probs.device)
             gives_turn = self.config.sequence_parallel
             return run_experts(permuted_local_hidden_states, permuted_probs, groups, *self._layers, gives_turn), None
+        assert isinstance(tokens_per_expert, torch.Tensor)
         counts = tokens_per_expert.tolist()  # on the host already: the dispatcher waits for them once per layer
         tokens = permuted_local_hidden_states.split(counts)
         pairs = zip(self.local_experts, tokens, strict=True)
@@ -87,12 +94,13 @@ class OutputWeightedExperts(SequentialMLP):
             found.sort(key=lambda entry: places.get(entry[1], -1))
         yield from found
 
-    def scatter_tokens(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    def scatter_tokens(self, x: torch.Tensor, order: torch.Tensor, rows: int | None = None) -> torch.Tensor:
         """Return what is sent to the experts for tokens x [n, h], in the order of `kernels.experts.reference`. These are rows [n k, h]; or,
-        without gradient and with grouped experts, the bytes and scales that the first layer would quantize. WGrad quantizes over 128 tokens
-        of an expert from several ranks, so BF16 is sent if there is a gradient."""
+        without gradient and with grouped experts, the bytes and scales that the first layer would quantize, in n k or `rows` rows. WGrad
+        quantizes over 128 tokens of an expert from several ranks, so BF16 is sent if there is a gradient."""
         packs = not torch.is_grad_enabled() and self.runs_grouped
-        return self._layers[0].backend.pack(x, order) if packs else scatter_tokens(x, order)
+        assert packs or rows is None
+        return self._layers[0].backend.pack(x, order, rows) if packs else scatter_tokens(x, order)
 
     @property
     def _layers(self) -> tuple[GroupedLinear, GroupedLinear]:
@@ -180,7 +188,7 @@ class MixtureOfExperts(MoELayer):
 
     def __init__(self, config: TransformerConfig, *, pg_collection: Any, **options: Any) -> None:
         super().__init__(config, pg_collection=pg_collection, **options)
-        dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if counts_on_device() else Dispatcher
+        dispatcher = TreeDispatcher if config.sums_by_tree else EvenDispatcher if token_counts.counts_on_device() else Dispatcher
         self.token_dispatcher = dispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection)
         for each in self._dispatchers:
             each.router, each.experts = self.router, self.experts
@@ -204,7 +212,7 @@ class MixtureOfExperts(MoELayer):
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher. The other micro-batch computes during communication. The host waits once, for all token counts, or
-    never if routers replay (`token_counts`)."""
+    never if routers replay (`token_counts`) or parts have a fixed size (`forecast`)."""
 
     router: Router
     experts: OutputWeightedExperts
@@ -212,9 +220,13 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: torch.Tensor) -> Any:
         """Start to count the tokens sent to each expert; `token_dispatch` waits for the counts."""
-        known = self.router.router_replay.find_counts()
-        self._find_counts = start_count(routing_map) if known is None else lambda: known
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
+        known = self.router.router_replay.find_counts()
+        self._find_counts = (lambda: known) if isinstance(known, LayerCounts) else self._count(routing_map.sum(0), known)
+
+    def _count(self, own: torch.Tensor, _: LayerForecast | None) -> Callable[[], Any]:
+        """Start to count, from the tokens [experts] that this rank sends; return a function whose result is for `_set_counts`."""
+        return start_count(own)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         """Replace Megatron's copy of its counts to the host: `_find_counts` returns them there."""
@@ -251,9 +263,14 @@ class TreeDispatcher(Dispatcher):
         return sum_experts(outputs, tokens, experts, num_tokens, num_experts, outputs.dtype).view(self.hidden_shape)
 
 
-def counts_on_device() -> bool:
-    """Return whether tokens are counted on a device that the host should not wait for."""
-    return torch.cuda.is_available()
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a fixed size that a rank exchanges. The host does not know how many of their rows are tokens."""
+
+    own: torch.Tensor  # int64 [experts], on the device: tokens that this rank sends to each expert
+    received: torch.Tensor  # int64 [ep, own experts], on the device: tokens from each rank for each expert of this rank
+    forecast: LayerForecast
+    sizes: list[int]
 
 
 class EvenDispatcher(Dispatcher):
@@ -262,27 +279,60 @@ class EvenDispatcher(Dispatcher):
     input. Megatron adds them in the tensor's dtype in any order."""
 
     order: torch.Tensor  # order of tokens as in `kernels.experts.reference`
-    as_received: bool  # whether tokens are in the order in which ranks sent them
+    as_received: bool  # whether experts get tokens in the order in which ranks sent them
+    parts: _Parts | None  # None if tokens are counted
+
+    def preprocess(self, routing_map: torch.Tensor) -> Any:
+        """Start to count the tokens sent to each expert, or find the parts that are large enough for them."""
+        self.as_received, self.parts = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped, None
+        super().preprocess(routing_map)
+
+    def _count(self, own: torch.Tensor, forecast: LayerForecast | None) -> Callable[[], Any]:
+        if forecast is None or not self.as_received:
+            return start_count(own)
+        if forecast.sizes is None:
+            forecast.note(own, self.num_out_tokens)
+            return start_count(own)
+        by_rank = gather_counts(own).view(self.ep_size, self.ep_size, -1)  # [ranks, ep, own experts]
+        received = by_rank[:, parallel_state.get_expert_model_parallel_rank()].contiguous()
+        self.parts = parts = _Parts(own, received, forecast, forecast.sizes)
+        return lambda: parts
+
+    def _set_counts(self, counts: LayerCounts | _Parts) -> None:
+        if isinstance(counts, LayerCounts):
+            return super()._set_counts(counts)
+        self.input_splits = counts.sizes
+        self.output_splits = [counts.sizes[parallel_state.get_expert_model_parallel_rank()]] * self.ep_size
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's tokens [n k, h] (maybe packed), sorted by expert, then by token, and their weights [n k]."""
+        """Return this rank's tokens [n k, h] (maybe packed), sorted by expert, then by token, and their weights [n k]; in parts with
+        gaps if there are such."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.preprocess(routing_map)
         self.hidden_shape_before_permute = rows.shape
         chosen = routing_map.t().reshape(-1).nonzero_static(size=len(rows) * self.config.moe_router_topk).squeeze(1)
-        self.order = (chosen % len(rows)).argsort(stable=True).view(len(rows), -1)
-        return self.experts.scatter_tokens(rows, self.order), probs.t().reshape(-1).index_select(0, chosen)
+        order, weights, parts = (chosen % len(rows)).argsort(stable=True), probs.t().reshape(-1), self.parts
+        if parts is None:
+            self.order = order.view(len(rows), -1)
+            return self.experts.scatter_tokens(rows, self.order), weights.index_select(0, chosen)
+        total, forecast = sum(parts.sizes), parts.forecast
+        places, sent = place_tokens(chosen, weights, parts.own, forecast.on_device, forecast.noted, total)
+        self.order = places[order].view(len(rows), -1)
+        return self.experts.scatter_tokens(rows, self.order, total), sent
 
-    def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (tokens, tokens per expert, weights), sorted by expert. Grouped experts get tokens as received with counts [ranks,
-        experts]; they are sorted when they are spread to the experts."""
-        self.as_received = self.num_local_experts > 1 and self.tp_size == 1 and self.experts.runs_grouped
+    def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor) -> tuple[Any, ...]:
+        """Return (tokens, tokens per expert, weights), sorted by expert. Grouped experts get tokens as received with their groups; they are
+        sorted when they are spread to the experts."""
         if not self.as_received:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
-        return global_input_tokens, self.num_global_tokens_per_local_expert, global_probs
+        if self.parts is not None:
+            groups = TokenGroups.from_parts(self.parts.received, len(global_probs) // self.ep_size)
+        else:
+            groups = TokenGroups.from_counts(self.num_global_tokens_per_local_expert, global_probs.device)
+        return global_input_tokens, groups, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs in the order in which tokens were received."""

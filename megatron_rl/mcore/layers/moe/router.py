@@ -12,11 +12,12 @@ so actor and reference would replay together; here each router has its own `Rout
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +32,11 @@ from megatron_rl.batch.micro_batch import MicroBatches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.kernels.batch_invariant import InvariantRouting
+from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
+from megatron_rl.mcore.layers.moe import token_counts
+from megatron_rl.mcore.layers.moe.forecast import Forecast, LayerForecast
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes, LayerCounts, count_ahead
 from megatron_rl.mcore.names import iter_modules, override
 from megatron_rl.mcore.passes import reduce
@@ -39,6 +44,7 @@ from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 from megatron_rl.metrics import declare
 
+T = TypeVar("T")
 _LOAD, _ENTROPY = "most / mean", "router entropy (nats per token)"
 _LAYER_LOAD = declare("router/load/layer_{}", "largest load of an expert over the mean, layer {}")
 _LOAD_MEAN, _LOAD_MAX, _ENTROPY_MEAN, _ENTROPY_MIN, _DROPPED, DIFFERS = (
@@ -103,7 +109,8 @@ class RoutedMicroBatch:
     routed_experts: torch.Tensor | None  # recorded experts [t, layers, k], or None if the samples have none
     replay: bool  # whether the routers use the recorded experts
     stats: RoutingStats | None
-    known: KnownRoutes  # token counts of the layers in which they are known
+    known: KnownRoutes  # token counts of the layers in which they are known or expected
+    record: dict[int, torch.Tensor] = field(default_factory=dict)  # chosen experts [t, k] by layer, if `RoutingStats` keeps them
 
 
 class RoutingReplay:
@@ -121,8 +128,8 @@ class RoutingReplay:
         self.current = self.recompute_queue.popleft() if self.forward_batch is None and self.recompute_queue else self.forward_batch
         return self.current
 
-    def find_counts(self) -> LayerCounts | None:
-        """Return the token counts of the current pass, or None if they are unknown."""
+    def find_counts(self) -> LayerCounts | LayerForecast | None:
+        """Return the token counts of the current pass, or what is expected, or None if they are unknown."""
         return None if self.current is None else self.current.known.get(self.router.layer_number - 1)
 
     def get_replay_topk(
@@ -139,6 +146,10 @@ class RoutingReplay:
             return choose()
         recorded = None if batch.routed_experts is None else batch.routed_experts[:, layer].long()
         chosen = (scores.gather(1, recorded), recorded) if batch.replay and recorded is not None else choose()
+        if isinstance(self.find_counts(), LayerForecast):  # padding would choose the same experts, which nobody could expect
+            evenly = torch.arange(chosen[1].numel(), device=scores.device).view(chosen[1].shape) % scores.shape[1]
+            experts = torch.where(batch.padding.unsqueeze(1), evenly, chosen[1])
+            chosen = scores.gather(1, experts), experts
         if batch.stats is not None:
             batch.stats.add(layer, batch, self.router.probabilities(scores.detach()), chosen[1])
             if recorded is not None:
@@ -151,25 +162,45 @@ class RoutingStats:
 
     def __init__(self, shape: RoutingShape | None, samples: list[TrainingSample], device: torch.device, keep: bool) -> None:
         self._shape, self._replayable = shape, float(any(len(sample.routed_experts) for sample in samples))
-        self._lengths = [sample.length - 1 for sample in samples]
-        if shape is None:
+        self._lengths, self._device, self._keeps = [sample.length - 1 for sample in samples], device, keep
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all passes, which are repeated."""
+        if (shape := self._shape) is None:
             return
-        self._loads = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.float64, device=device)
-        self._sums = torch.zeros(3, shape.num_layers, dtype=torch.float64, device=device)  # tokens, their entropy, tokens that differ
-        self.sent, self.arrived = 0, 0.0
-        dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16
-        self._records = torch.zeros(sum(self._lengths) + 1 if keep else 0, shape.num_layers, shape.top_k, dtype=dtype, device=device)
+        self._loads = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.float64, device=self._device)
+        self._sums = torch.zeros(3, shape.num_layers, dtype=torch.float64, device=self._device)  # tokens, their entropy, tokens that differ
+        self._arrived = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._sent, self._dtype = 0, torch.uint8 if shape.dtype is np.uint8 else torch.int16
+        self._records: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+        """Layers, token indices [t], and chosen experts [t, layers, k], on the host, of each micro-batch."""
 
     def add(self, layer: int, batch: RoutedMicroBatch, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count a router's tokens: probabilities [t, experts] and chosen experts [t, k]."""
         valid = (~batch.padding).double()  # weighted sums: a selection would wait for the device
         entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
-        self.sent += chosen.numel()
+        self._sent += chosen.numel()
         self._loads[layer].index_add_(0, chosen.flatten(), valid.repeat_interleave(chosen.shape[1]))
         self._sums[0, layer] += valid.sum()
         self._sums[1, layer] += (entropy * valid).sum()
-        if len(self._records):
-            self._records[batch.token_indices, layer] = chosen.to(self._records.dtype)  # padding (index -1) goes to the last row
+        if self._keeps and self._shape is not None:
+            batch.record[layer] = chosen.to(self._dtype)
+
+    def keep_record(self, batch: RoutedMicroBatch) -> None:
+        """Start to copy the chosen experts of a micro-batch to the host, which holds the record of all samples."""
+        if found := batch.record:
+            layers, nothing = slice(min(found), max(found) + 1), torch.zeros_like(found[min(found)])
+            chosen = torch.stack([found.get(layer, nothing) for layer in range(layers.start, layers.stop)], 1)
+            indices, experts = (x.to("cpu", non_blocking=True) for x in (batch.token_indices, chosen))
+            self._records.append((layers, indices, experts))
+
+    def add_arrived(self, experts: SequentialMLP, inputs: tuple[Any, ...], etp: int) -> None:
+        """Count the tokens that experts are called with. Each of `etp` tensor-parallel ranks of an expert receives all of its tokens."""
+        if isinstance(groups := inputs[1], TokenGroups):
+            self._arrived += (groups.sources >= 0).sum()
+        else:
+            self._arrived += len(inputs[0]) / etp
 
     def add_comparison(self, layer: int, batch: RoutedMicroBatch, own: torch.Tensor, recorded: torch.Tensor) -> None:
         """Count tokens whose own choice differs from the record, ignoring the order of experts."""
@@ -180,10 +211,10 @@ class RoutingStats:
         """Return the metrics over all ranks; {} for a dense model. Collective."""
         if self._shape is None:
             return {}
-        counts = torch.tensor([self.sent, self.arrived, self._replayable], dtype=torch.float64, device=self._loads.device)
-        flat = torch.cat([self._loads.flatten(), self._sums.flatten(), counts])
+        counts = copy_to_device(torch.tensor([self._sent, self._replayable], dtype=torch.float64), self._device)
+        flat = torch.cat([self._loads.flatten(), self._sums.flatten(), counts[:1] - self._arrived, counts[1:]])
         dist.all_reduce(flat)
-        parts = flat.cpu().split([self._loads.numel(), self._sums.numel(), 3])
+        parts = flat.cpu().split([self._loads.numel(), self._sums.numel(), 2])
         loads, sums = parts[0].view(self._loads.shape), parts[1].view(self._sums.shape)
         layers = list(self._shape.moe_layers)
         imbalance = [float(loads[layer].max() / loads[layer].mean()) for layer in layers]
@@ -191,14 +222,25 @@ class RoutingStats:
         metrics = {_LAYER_LOAD.format(layer): load for layer, load in zip(layers, imbalance, strict=True)}
         metrics |= {_LOAD_MEAN: sum(imbalance) / len(layers), _LOAD_MAX: max(imbalance)}
         metrics |= {_ENTROPY_MEAN: sum(entropy) / len(layers), _ENTROPY_MIN: min(entropy)}
-        metrics[_DROPPED] = float(parts[2][0] - parts[2][1])
-        return metrics | ({DIFFERS: sum(differs) / len(layers)} if parts[2][2] else {})
+        metrics[_DROPPED] = float(parts[2][0])
+        return metrics | ({DIFFERS: sum(differs) / len(layers)} if parts[2][1] else {})
 
     def gather_records(self) -> list[torch.Tensor]:
         """Return the chosen experts of each sample's tokens, on the CPU of every rank of the replica. Needs `keep`. Collective."""
-        records = self._records[:-1]
-        reduce.sum_replica(records.view(torch.uint8))  # one rank writes each byte; it is 0 elsewhere
-        return list(records.cpu().split(self._lengths))
+        assert self._shape is not None and self._keeps
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().record_event().synchronize()  # for the copies
+        shape = sum(self._lengths) + 1, self._shape.num_layers, self._shape.top_k
+        records = torch.zeros(shape, dtype=self._dtype)
+        for layers, indices, chosen in self._records:
+            records[indices, layers] = chosen  # padding (index -1) goes to the last row
+        self._records.clear()
+        samples = records[:-1].split(self._lengths)
+        for record in samples:  # one after the other, since all of them would need much memory of the device
+            whole = copy_to_device(record, self._device)
+            reduce.sum_replica(whole.view(torch.uint8))  # one rank writes each byte; it is 0 elsewhere
+            record.copy_(whole)
+        return list(samples)
 
 
 class ModelRouters:
@@ -213,6 +255,11 @@ class ModelRouters:
         self._etp = config.expert_tensor_parallel_size or 1
         self._recomputes = config.recompute_granularity is not None
         self.shape = _routing_shape(config)
+        self._forecast: Forecast | None = None  # of passes without gradient, if the device counts tokens
+        if self.shape is not None and token_counts.counts_on_device() and not config.sums_by_tree:
+            device = next(chunks[0].parameters()).device
+            self._forecast = Forecast(config.num_layers, parallel_state.get_expert_model_parallel_world_size(), device)
+        self._forecasts = False  # whether the next passes follow the forecast
 
     @contextmanager
     def bind_micro_batch(
@@ -227,12 +274,14 @@ class ModelRouters:
         own_indices = self._select_own(token_indices)
         recorded = self._select_own(experts) if len(experts) else None
         batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats, known)
-        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN)  # MTP layers have no record
+        ahead = replace(batch, routed_experts=None, replay=False, stats=None, known=UNKNOWN, record={})  # MTP layers have no record
         batches = [ahead if replay.router.is_mtp_layer else batch for replay in replays]
         for replay, own in zip(replays, batches, strict=True):
             replay.forward_batch = own
         try:
             yield
+            if self._stats is not None:
+                self._stats.keep_record(batch)
         finally:
             for replay, own in zip(replays, batches, strict=True):
                 replay.forward_batch = None
@@ -249,10 +298,15 @@ class ModelRouters:
         experts = torch.from_numpy(np.arange(self.shape.top_k, dtype=self.shape.dtype))
         return experts.repeat(self.shape.num_layers, 1)
 
-    def count_ahead(self, batches: MicroBatches) -> list[KnownRoutes]:
-        """Return the token counts of each micro-batch, if the routers replay. Collective."""
+    def count_ahead(self, batches: MicroBatches) -> Sequence[KnownRoutes]:
+        """Return the token counts of each micro-batch if the routers replay, or the forecast in `follow_forecast`. Collective."""
         shape, layers = self.shape, sorted(router.layer_number - 1 for router in self._list_recorded())
-        if shape is None or not (layers and self.replay_enabled and batches.has_records):
+        replays = self.replay_enabled and batches.has_records
+        if self._forecasts and self._forecast is not None and shape is not None and not replays:
+            ranks = self._tp * parallel_state.get_context_parallel_world_size()
+            widest = reduce.max_of_replicas(batches.widths)  # ranks that exchange tokens may belong to several replicas
+            return self._forecast.expect(layers, [width // ranks * shape.top_k for width in widest])
+        if shape is None or not (layers and replays):
             return [UNKNOWN] * len(batches)
 
         def pack(number: int) -> torch.Tensor:
@@ -261,6 +315,19 @@ class ModelRouters:
 
         device = next(self._chunks[0].parameters()).device
         return count_ahead(map(pack, range(len(batches))), layers, shape.num_experts, device)
+
+    def follow_forecast(self, run: Callable[[], T]) -> T:
+        """Return `run()`, one pass of micro-batches without gradient. Repeat it if it sent more tokens somewhere than expected. Collective
+        among all ranks."""
+        if self._forecast is None:
+            return run()
+        with override([self], "_forecasts", True):
+            result = run()
+            while not self._forecast.conclude():
+                if self._stats is not None:
+                    self._stats.reset()
+                result = run()
+        return result
 
     def _list_recorded(self) -> list[Router]:
         """Return this rank's routers with a record: all but those of MTP layers."""
@@ -278,12 +345,9 @@ class ModelRouters:
         With `keep`, `RoutingStats.gather_records` returns the chosen experts."""
         stats = RoutingStats(self.shape, samples, next(self._chunks[0].parameters()).device, keep)
 
-        def count_arrived(_: Any, inputs: tuple[Any, ...]) -> None:
-            stats.arrived += len(inputs[0]) / self._etp  # each tensor-parallel rank of an expert receives all of its tokens
-
         with override([self], "_stats", stats), ExitStack() as hooks:
             for *_, module in iter_modules(self._chunks, SequentialMLP):
-                hooks.enter_context(module.register_forward_pre_hook(count_arrived))
+                hooks.enter_context(module.register_forward_pre_hook(partial(stats.add_arrived, etp=self._etp)))
             yield stats
 
     def set_aux_loss_coeff(self, coeff: float) -> None:

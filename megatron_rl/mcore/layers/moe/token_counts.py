@@ -2,6 +2,7 @@
 
 A layer counts its tokens, exchanges the counts with other ranks, and waits for the device until the host knows them (`start_count`). If
 routers replay recorded experts, the counts of all layers and micro-batches are known before any pass and copied at once (`count_ahead`).
+Passes without gradient need no counts on the host (`forecast`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.mcore.layers.moe.forecast import LayerForecast
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,35 @@ class LayerCounts:
     received: torch.Tensor  # [ep, etp, own experts]: tokens received from each rank for each expert of this rank
 
 
-KnownRoutes = Mapping[int, LayerCounts]  # known counts of a micro-batch, by layer
-UNKNOWN: KnownRoutes = {}  # the counts are unknown because routers choose the experts
+KnownRoutes = Mapping[int, LayerCounts | LayerForecast]  # known or expected counts of a micro-batch, by layer
+UNKNOWN: KnownRoutes = {}  # nothing is known because routers choose the experts
 
 
-def start_count(routing_map: torch.Tensor) -> Callable[[], LayerCounts]:
-    """Count the tokens of a layer, bool [t, experts]; return a function that waits for the counts on the host. Collective among ranks that
-    exchange tokens."""
-    own, group = routing_map.sum(0), parallel_state.get_expert_tensor_and_model_parallel_group()
+def counts_on_device() -> bool:
+    """Return whether tokens are counted on a device that the host should not wait for."""
+    return torch.cuda.is_available()
+
+
+def keeps_routing(algorithm: AlgorithmConfig) -> bool:
+    """Return whether an update replays the experts that the pass of the old log-probs chose. Without replay, a step's only optimizer step
+    would choose the same ones, because the weights are the same, but the host would wait for the device in each layer to count them."""
+    own = {"trainer": True, "none": algorithm.updates_per_step == 1 and counts_on_device(), "engine": False}
+    return own[algorithm.routing_replay]
+
+
+def gather_counts(own: torch.Tensor) -> torch.Tensor:
+    """Return the counts [ranks * experts] of all ranks that exchange tokens, for this rank's [experts]. Collective among them."""
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
     gathered = own if group.size() == 1 else own.new_empty(group.size() * len(own))
     if group.size() > 1:
         dist.all_gather_into_tensor(gathered, own, group=group)
+    return gathered
+
+
+def start_count(own: torch.Tensor) -> Callable[[], LayerCounts]:
+    """Exchange the numbers of tokens [experts] that this rank sends to each expert; return a function that waits for the counts on the
+    host. Collective among ranks that exchange tokens."""
+    group, gathered = parallel_state.get_expert_tensor_and_model_parallel_group(), gather_counts(own)
     on_host = gathered.to("cpu", non_blocking=True)
     arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
 

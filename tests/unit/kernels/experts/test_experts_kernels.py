@@ -10,11 +10,12 @@ from support.kernel_tests import in_interpreter, random
 
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.experts.expert_sum import sum_experts
-from megatron_rl.kernels.experts.reference import collect, scatter_tokens, sum_tokens, weigh
+from megatron_rl.kernels.experts.reference import collect, place_tokens, scatter_tokens, sum_tokens, tabulate_parts, weigh
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.sums import reference as tree
 from parallel.formats import BLOCK
 
+_COUNTS = st.integers(1, 9).flatmap(lambda experts: st.lists(st.lists(st.integers(0, 300), min_size=experts, max_size=experts), min_size=1))
 TOKENS, K = 5, 3
 SENT = torch.tensor([[3, 0, 130], [1, 0, 20]])
 """Tokens of two ranks for three experts."""
@@ -60,7 +61,7 @@ def test_the_kernels_give_the_references_bits():
     assert sum_rows(torch.empty(0, 8), torch.empty(0, K, dtype=torch.int64)).shape == (0, 8)
 
 
-@given(st.integers(1, 9).flatmap(lambda experts: st.lists(st.lists(st.integers(0, 300), min_size=experts, max_size=experts), min_size=1)))
+@given(_COUNTS)
 @settings(max_examples=50, deadline=None)
 def test_tables_put_every_token_into_a_row_of_its_expert(counts):
     groups = TokenGroups.from_counts(counts, "cpu")
@@ -79,11 +80,55 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
         assert first[number] == sum(groups.lengths[:tile]) and length[number] == groups.lengths[tile]
 
 
+@given(_COUNTS, st.integers(0, 300))
+@settings(max_examples=50, deadline=None)
+def test_parts_give_every_token_the_row_that_counts_on_the_host_give_it(counts, spare):
+    exact, size = TokenGroups.from_counts(counts, "cpu"), max(map(sum, counts)) + spare
+    groups = TokenGroups.from_parts(torch.tensor(counts), size)
+    tokens = torch.cat([number * size + torch.arange(sum(chunk)) for number, chunk in enumerate(counts)])
+    assert groups.rows % BLOCK == 0 and groups.rows >= exact.rows and len(groups.places) == len(counts) * size
+    of_experts = groups.sources[: exact.rows]
+    assert torch.equal(groups.experts[: exact.rows], exact.experts) and torch.equal(groups.places[tokens], exact.places)
+    assert torch.equal(of_experts, torch.where(exact.sources < 0, -1, tokens[exact.sources.long()] if len(tokens) else -1).int())
+    assert (groups.sources[exact.rows :] == -1).all() and (groups.experts[exact.rows :] == -1).all()
+
+
+@in_interpreter
+def test_places_and_tables_of_parts_match_the_kernels():
+    """Also for parts that are too small, whose results are arbitrary but inside the parts."""
+    from megatron_rl.kernels.experts import triton
+
+    source = torch.Generator().manual_seed(0)
+    for parts, experts, most in ((3, 5, 200), (1, 4, 10), (4, 1, 300), (8, 3, 40)):
+        counts = torch.randint(0, most, (parts, experts), generator=source)
+        for size in (int(counts.sum(1).max()) + 7, most // 2):
+            limits = parts * size, experts, (parts * size // BLOCK + experts) * BLOCK  # of tokens, experts, and rows
+            for ours, wanted, limit in zip(triton.tabulate_parts(counts, size), tabulate_parts(counts, size), limits, strict=True):
+                assert ours.shape == wanted.shape and ours.dtype == wanted.dtype and int(ours.max()) < limit
+                assert size == most // 2 or torch.equal(ours, wanted)
+    tokens, experts, ranks = 50, 8, 4
+    weights = torch.rand(experts, tokens, generator=source)
+    routes = torch.zeros(experts, tokens, dtype=torch.bool).scatter_(0, weights.topk(K, 0).indices, True)
+    chosen, counts = routes.flatten().nonzero().squeeze(1), routes.sum(1)
+    for sizes in (counts.view(ranks, -1).sum(1) + torch.tensor([3, 0, 90, 1]), counts.view(ranks, -1).sum(1) - torch.tensor([0, 4, 0, 1])):
+        total, noted = int(sizes.sum()), [torch.tensor([0.0, 0.9, 0.0, 0.0, 0.0]) for _ in range(2)]
+        (places, sent), (wanted, at) = (
+            place(chosen, weights.flatten(), counts, sizes, note, total)
+            for place, note in zip((triton.place_tokens, place_tokens), noted, strict=True)
+        )
+        lacks = max(0, int((counts.view(ranks, -1).sum(1) - sizes).max()))
+        assert torch.equal(places, wanted) and torch.equal(*noted) and noted[0][-1] == lacks and noted[0][1] == 0.9
+        assert noted[0][2] == counts[4:6].sum() / len(chosen) and int(places.min()) >= 0 and int(places.max()) < total == len(sent)
+        assert lacks or (len(places.unique()) == len(places) and torch.equal(sent[places], weights.flatten()[chosen]))
+        assert lacks or torch.equal(at[places], sent[places])
+
+
 @in_interpreter
 def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect as collect_rows
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.quantize.triton import quantize_activation
+    from megatron_rl.kernels.swiglu.triton import quantize_swiglu
 
     groups = TokenGroups.from_counts(SENT, "cpu")
     tokens = len(groups.places)
@@ -114,18 +159,29 @@ def test_bytes_and_scales_match_separate_kernels():
                 assert same_bits(pair, other) and [each.stride() for each in pair] == [each.stride() for each in other]
         order = torch.randperm(3 * tokens, generator=torch.Generator().manual_seed(0)).view(tokens, 3)
         assert torch.equal(pack(x, order, scale_format), fake_gpu_libraries.pack(x, order, scale_format))
+        in_parts = pack(x, 2 * order, scale_format, 7 * tokens)
+        assert len(in_parts) == 7 * tokens and torch.equal(in_parts[2 * order], pack(x, order, scale_format)[order])
     packed = torch.randint(0, 1 << 30, (tokens, 64 + 2), dtype=torch.int32)
     found, wanted = spread_packed(packed, groups), fake_gpu_libraries.spread_packed(packed, groups)
     assert same_bits(found, wanted) and found[1].stride() == (1, 384)
+    parts, size = TokenGroups.from_parts(SENT, 150), 150
+    sent = torch.full((len(SENT) * size, 64 + 2), -1, dtype=torch.int32)
+    sent[torch.cat([number * size + torch.arange(count) for number, count in enumerate(SENT.sum(1).tolist())])] = packed
+    in_parts = spread_packed(sent, parts)
+    assert len(in_parts[0]) > groups.rows and same_bits([pair[: groups.rows] for pair in in_parts], found)
+    gate_up = uneven(parts.rows, 512, torch.bfloat16)
+    (wanted, _), (found, _) = (
+        quantize_swiglu(gate_up[: each.rows], None, "pow2", rows=True, columns=False, groups=each) for each in (groups, parts)
+    )
+    assert same_bits([pair[: groups.rows] for pair in found], wanted)
 
 
 @in_interpreter
 def test_shapes_that_do_not_fit_are_refused():
-    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, scatter, spread_packed, sum_rows
+    from megatron_rl.kernels.experts.triton import pack, quantize_weighed, scatter, spread_packed
 
-    for function in (scatter, sum_rows):
-        with pytest.raises(ValueError, match="does not match"):
-            function(torch.zeros(4, 8), make_order())
+    with pytest.raises(ValueError, match="does not match"):
+        scatter(torch.zeros(4, 8), make_order())
     for shape in ((5, 192), (4, 256)):
         with pytest.raises(ValueError, match="must have a row per token"):
             pack(torch.zeros(shape), torch.zeros(5, 2, dtype=torch.int64), "pow2")

@@ -95,6 +95,7 @@ def test_it_selects_as_megatron_does_and_sums_in_fp32(monkeypatch):
     dispatcher = object.__new__(EvenDispatcher)
     dispatcher.config = SimpleNamespace(moe_router_topk=K)
     dispatcher.experts, dispatcher.preprocess = SimpleNamespace(scatter_tokens=scatter_tokens), lambda routing_map: None
+    dispatcher.parts = None
     rows, permuted_probs = dispatcher.dispatch_preprocess(x, probs > 0, probs)
     outputs = (torch.randn(rows.shape, generator=generator) * 3).bfloat16().requires_grad_()
     summed = dispatcher.combine_postprocess(outputs)
