@@ -10,8 +10,8 @@ class _Pickler(ForkingPickler):
     def reducer_override(self, value):
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
             return NotImplemented
-        plain = value.detach().contiguous()
-        return _restore, (plain.reshape(-1).view(torch.uint8).numpy(), plain.dtype, tuple(plain.shape))
+        flat = value.detach().reshape(-1).clone(memory_format=torch.contiguous_format)  # whose stride is 1, of no or one number, too
+        return _restore, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
 def _restore(data, dtype, shape):
