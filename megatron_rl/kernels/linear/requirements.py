@@ -64,6 +64,11 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
     return [problem for problem in missing if problem]
 
 
+def find_triton_problem() -> tuple[str, str] | None:
+    """Return (reason why this project's Triton kernels, which every mode uses on a GPU, cannot be compiled here, fix), or None."""
+    return _find_package_problem(_TRITON)
+
+
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
     """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports. The last rows of a
     weight that gives queries, keys or values may be a partial block, as in latent attention (`kernels.linear.base.GpuBackend`)."""
