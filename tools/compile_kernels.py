@@ -1,6 +1,6 @@
 """Compile every Triton kernel of this project for Hopper or Blackwell, as its own function launches it, without a GPU.
 
-    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100    # or 90; 103 for B300
 
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
@@ -21,8 +21,8 @@ PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 
 
 def compile_all(architecture: int) -> str:
-    """Compile every kernel for sm_90 or sm_100, and return a summary. Raise AssertionError for a kernel that is never launched, and for a
-    spill on sm_90; those on sm_100, for which no kernel has been tuned, are part of the summary."""
+    """Compile every kernel for sm_90, sm_100, or sm_103, and return a summary. Raise AssertionError for a kernel that is never launched,
+    and for a spill on sm_90; those on Blackwell, for which no kernel has been tuned, are part of the summary."""
     compiled = intercept_launches(architecture)
     launch_all()
     missing = find_kernels() - compiled.keys()

@@ -166,9 +166,10 @@ def choose_bf16_products():
     name = "sglang.kernels.ops.gemm.cutedsl_bf16_gemm"
     sys.modules[name] = ModuleType(name)
     sys.modules[name].cutedsl_bf16_gemm = sys.modules[name].use_cutedsl_bf16_gemm = lambda *_: True
+    execution = SimpleNamespace(kernel=SimpleNamespace(), deterministic=SimpleNamespace(enable_deterministic_inference=False))
+    unquant.get_exec = lambda: execution
     for chosen, by_tokens in ((blackwell.SERVER_OPTIONS["bf16-gemm-backend"], False), ("auto", True)):
-        kernel, deterministic = SimpleNamespace(bf16_gemm_backend=chosen), SimpleNamespace(enable_deterministic_inference=False)
-        unquant.get_exec = lambda kernel=kernel: SimpleNamespace(kernel=kernel, deterministic=deterministic)
+        execution.kernel.bf16_gemm_backend = chosen
         unquant.initialize_bf16_gemm_config()
         assert unquant.get_bf16_gemm_backend().is_cutedsl() is (unquant._use_cutedsl_bf16_gemm is not None) is by_tokens
 
