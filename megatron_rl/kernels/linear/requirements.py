@@ -32,7 +32,7 @@ class Package:
     install_hint: str
 
 
-_TRITON = (Package("triton", (3, 6), (4,), "install torch's CUDA build, which brings Triton"),)
+_TRITON = (Package("triton", (3, 7), (4,), "install torch's CUDA build, which brings Triton"),)
 _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple of alternatives must be installed
     "emulated": (),
     "deep_gemm": (
