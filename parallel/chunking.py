@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,14 +118,15 @@ def join_chunks(transfers: Iterable[Transfer], cuts_of: Callable[[int], Cuts]) -
     `cuts_of` returns the cuts of an engine rank's tensors. Transfers of one tensor must follow each other if they share a buffer."""
     pairs: dict[tuple[int, int, int], list[_Pair]] = defaultdict(list)
     for tensor in _group_by_target(transfers):
-        first = tensor[0]
-        for buffer, row, end in cuts_of(first.target_rank)[first.target]:
-            for transfer in tensor:
-                if rects := clip_transfer(transfer, row, end):
-                    source_rect, target_rect = rects
-                    nbytes = target_rect.rows * target_rect.cols * transfer.format.element_bytes
-                    named = (transfer.source, source_rect), (transfer.target, target_rect)
-                    pairs[buffer, transfer.target_rank, transfer.source_rank].append((nbytes, *named))
+        cuts = cuts_of(tensor[0].target_rank)[tensor[0].target]
+        ends = [end for *_, end in cuts]
+        for transfer in tensor:
+            rect = transfer.target_rect
+            for buffer, row, end in cuts[bisect_right(ends, rect.row) : bisect_left(ends, rect.row + rect.rows) + 1]:
+                source_rect, target_rect = clip_transfer(transfer, row, end)
+                nbytes = target_rect.rows * target_rect.cols * transfer.format.element_bytes
+                named = (transfer.source, source_rect), (transfer.target, target_rect)
+                pairs[buffer, transfer.target_rank, transfer.source_rank].append((nbytes, *named))
     joined = []
     for (buffer, target, source_rank), chunk_pairs in sorted(pairs.items()):
         sizes, sources, targets = zip(*chunk_pairs, strict=True)
@@ -150,12 +152,10 @@ def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
     return resized
 
 
-def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rect, Rect] | None:
-    """Return the source and target rectangle of a transfer's part in target rows [start_row, end_row), or None if there is no such part."""
+def clip_transfer(transfer: Transfer, start_row: int, end_row: int) -> tuple[Rect, Rect]:
+    """Return the source and target rectangle of a transfer's part in target rows [start_row, end_row), of which it has some."""
     source, target = transfer.source_rect, transfer.target_rect
     first, last = max(target.row, start_row), min(target.row + target.rows, end_row)
     if last - first == target.rows:  # fast path for nearly all of a large plan's millions of transfers
         return source, target
-    if first >= last:
-        return None
     return Rect(source.row + first - target.row, source.col, last - first, target.cols), target._replace(row=first, rows=last - first)

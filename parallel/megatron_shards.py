@@ -80,12 +80,16 @@ def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv:
 
 
 def _list_rank_weights(model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> list[Weight]:
-    embedding, *layers, last = model.list_weights(layout.ep, coordinates.ep)
     first_stage, last_stage = coordinates.pp == 0, coordinates.pp == layout.pp - 1
-    weights = list(embedding) if first_stage else []
+
+    def list_part(part: int) -> tuple[Weight, ...]:
+        return model.list_part(part, layout.ep, coordinates.ep)
+
+    weights = list(list_part(0)) if first_stage else []
     for layer in list_stage_layers(model.layers, layout, coordinates.pp):
-        weights += layers[layer]
+        weights += list_part(1 + layer)
     if last_stage:  # keeps its own copy of a tied embedding
+        last = list_part(1 + model.layers)
         weights += last[:-1] if first_stage and model.tied else last
     return weights
 

@@ -174,10 +174,14 @@ class ModelGeometry:
         per_position = sum(kind.flops_per_position for kind in self.attention)
         return (2 * met + sum(kind.flops_per_token for kind in self.attention)) / per_position if per_position else math.inf
 
-    def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
-        """Return three kinds of tuples, in order: the embedding; each layer's weights; the final norm, trained MTP layers and output layer.
-        With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included."""
-        return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
+    def list_weights(self) -> tuple[tuple[Weight, ...], ...]:
+        """Return all parts (`list_part`) in order."""
+        return _list_weights(self)
+
+    def list_part(self, part: int, ep: int = 1, ep_rank: int = 0) -> tuple[Weight, ...]:
+        """Return a part's weights: 0 is the embedding, `1 + layer` a layer, and the last one the final norm, trained MTP layers and output
+        layer. With `ep` > 1, only the experts of the `ep_rank`-th of `ep` expert-parallel ranks are included."""
+        return _list_part(self, part) if ep == 1 else _keep_own_experts(self, part, ep, ep_rank)
 
     def tensors(self) -> dict[str, HFTensor]:
         """Return every tensor of the checkpoint by its Hugging Face name, as a shared dictionary that must not be changed."""
@@ -222,29 +226,37 @@ def _list_layer_kinds(model: ModelGeometry) -> tuple[LayerKind, ...]:
 @lru_cache(maxsize=32)
 @no_garbage_collection()
 def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
-    embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
+    return tuple(_list_part(model, part) for part in range(model.layers + 2))
+
+
+@lru_cache(maxsize=1 << 12)
+def _list_part(model: ModelGeometry, part: int) -> tuple[Weight, ...]:
+    weights = _list_decoder_part(model, part)
+    return tuple(weights if model.prefix == "model." else add_prefix(weights, model.prefix))
+
+
+def _list_decoder_part(model: ModelGeometry, part: int) -> Iterable[Weight]:
+    family, embedding = load_family(model.family), HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
+    if part == 0:
+        return [make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary")]
+    if part <= model.layers:
+        return add_adapters(family.list_layer(model, part - 1), model.adapters)
     head = embedding if model.tied else HFTensor("lm_head.weight", model.vocab, model.hidden, "lm_head")
     output = make_weight(head, "output_layer.weight", "vocabulary", "lm_head.weight")
     if model.value_head:
         output = make_weight(HFTensor(VALUE_HEAD, 1, model.hidden, "value_head"), "output_layer.weight", "whole")
-    family = load_family(model.family)
-    parts: tuple[tuple[Weight, ...], ...] = (
-        (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
-        *(add_adapters(family.list_layer(model, layer), model.adapters) for layer in range(model.layers)),
-        (
-            make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
-            *(weight for number in range(model.mtp_layers if model.trains_mtp else 0) for weight in family.list_mtp_layer(model, number)),
-            output._replace(sglang="") if model.tied and model.tied_in_engine else output,
-        ),
-    )
-    return parts if model.prefix == "model." else tuple(tuple(add_prefix(part, model.prefix)) for part in parts)
+    return [
+        make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
+        *(weight for number in range(model.mtp_layers if model.trains_mtp else 0) for weight in family.list_mtp_layer(model, number)),
+        output._replace(sglang="") if model.tied and model.tied_in_engine else output,
+    ]
 
 
-@lru_cache(maxsize=256)
-def _keep_own_experts(model: ModelGeometry, ep: int, ep_rank: int) -> tuple[tuple[Weight, ...], ...]:
+@lru_cache(maxsize=1 << 12)
+def _keep_own_experts(model: ModelGeometry, part: int, ep: int, ep_rank: int) -> tuple[Weight, ...]:
     count = model.experts.count // ep if model.experts else 0
     own = {None, *range(ep_rank * count, (ep_rank + 1) * count)}
-    return tuple(tuple(weight for weight in part if weight.expert in own) for part in _list_weights(model))
+    return tuple(weight for weight in _list_part(model, part) if weight.expert in own)
 
 
 @lru_cache(maxsize=32)

@@ -70,7 +70,7 @@ def build_part(model: ModelGeometry, tp: int, rank: int, ep: int, part: int) -> 
     """Return a part of `build_sglang_shards`: 0 is the embedding, `1 + layer` a layer, and the last one what follows the layers."""
     shards = []
     stacks: dict[str, list[Weight]] = {}  # weights with the same name are stacked vertically
-    for weight in model.list_weights(ep, rank // (tp // ep))[part]:
+    for weight in model.list_part(part, ep, rank // (tp // ep)):
         stacks.setdefault(weight.sglang, []).append(weight)
     stacks.pop("", None)
     for name, stack in stacks.items():

@@ -4,6 +4,7 @@ the rest for exports. The vision tower is not trained; checkpoints and exports k
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from parallel.families import ALIASES, FAMILIES
@@ -56,13 +57,13 @@ def check_wrapper(config: HFConfig, family: str) -> str:
 
 def add_prefix(weights: Iterable[Weight], prefix: str) -> Iterator[Weight]:
     """Yield weights of a decoder whose tensors have `prefix` instead of "model." in the checkpoint."""
-    renamed: dict[HFTensor, HFTensor] = {}
+
+    @cache
+    def rename(tensor: HFTensor) -> HFTensor:
+        return replace(tensor, name=prefix + tensor.name[6:]) if tensor.name.startswith("model.") else tensor
 
     def take(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-        for tensor, *_ in regions:
-            if tensor not in renamed:
-                renamed[tensor] = replace(tensor, name=prefix + tensor.name[6:]) if tensor.name.startswith("model.") else tensor
-        return tuple(region._replace(tensor=renamed[region.tensor]) for region in regions)
+        return tuple(region._replace(tensor=rename(region.tensor)) for region in regions)
 
     for weight in weights:
         yield weight._replace(pieces=take(weight.pieces), stacks=tuple(map(take, weight.stacks)))

@@ -133,7 +133,7 @@ def make_server_arguments(
         if config.placement.kind == "colocated":
             flags.append("enable-memory-saver")
         kinds = set(map(type, config.make_geometry(read_config(model_path)).attention))
-        has_states = GatedDeltaNet in kinds and _shares_delta_rule(contract)
+        has_states = GatedDeltaNet in kinds and shares_delta_rule(contract)
         if has_states:
             options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
             options["max-mamba-cache-size"] = rollout.state_slots
@@ -151,7 +151,7 @@ def make_server_arguments(
     return words + make_arguments(rollout.sglang)
 
 
-def _shares_delta_rule(contract: PrecisionContract) -> bool:
+def shares_delta_rule(contract: PrecisionContract) -> bool:
     """Return whether an engine on a GPU computes gated delta nets by the trainer's kernels. If it alone is quantized, SGLang's own are
     faster and no less exact."""
     return contract.trainer_format.quantized == contract.engine_format.quantized
@@ -167,7 +167,7 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
-        shared = {gated_delta.SHARED_VARIABLE: "1"} if _shares_delta_rule(contract) else {}
+        shared = {gated_delta.SHARED_VARIABLE: "1"} if shares_delta_rule(contract) else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory, **shared}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`

@@ -1,6 +1,6 @@
 """Compile every Triton kernel of this project for Hopper or Blackwell, as its own function launches it, without a GPU.
 
-    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100    # or 90; 103 for B300
 
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
@@ -23,8 +23,8 @@ PACKAGES = ("megatron_rl", "parallel", "rollout_sglang")
 
 
 def compile_all(architecture: int) -> str:
-    """Compile every kernel for sm_90 or sm_100, and return a summary. Raise AssertionError for a kernel that is never launched or spills
-    registers."""
+    """Compile every kernel for sm_90, sm_100, or sm_103, and return a summary. Raise AssertionError for a kernel that is never launched or
+    spills registers."""
     compiled = intercept_launches(architecture)
     launch_all()
     missing = find_kernels() - compiled.keys()
@@ -44,7 +44,7 @@ def intercept_launches(architecture: int) -> dict[str, list[Any]]:
     target = GPUTarget("cuda", architecture, 32)
     first: Any = lambda *_: 0  # noqa: E731 - device and stream
     driver.set_active(SimpleNamespace(get_current_device=first, get_current_stream=first, get_current_target=lambda: target))
-    blackwell.is_blackwell = lambda: architecture == 100
+    blackwell.is_blackwell = lambda: architecture >= 100
     compiled: dict[str, list[Any]] = {}
 
     def launch(kernel: Any, grid: Any) -> Any:

@@ -132,10 +132,18 @@ def triton_kernels() -> str:
 
 @check
 def triton_kernels_blackwell() -> str:
-    """Do the same for sm_100."""
+    """Do the same for sm_100 (B200, GB200)."""
     import compile_kernels
 
     return compile_kernels.compile_all(100)
+
+
+@check
+def triton_kernels_b300() -> str:
+    """Do the same for sm_103, whose kernels Triton compiles anew."""
+    import compile_kernels
+
+    return compile_kernels.compile_all(103)
 
 
 def _add_part(part: Part) -> None:

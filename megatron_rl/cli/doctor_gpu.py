@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from megatron_rl.errors import UserError
 from megatron_rl.kernels.attention import requirements as attention
 from megatron_rl.kernels.blackwell import BLACKWELL, is_blackwell
-from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, parse_version
+from megatron_rl.kernels.linear.requirements import MIN_CUDA, find_nvcc, find_triton_problem, parse_version
 from megatron_rl.rollout import engine_packages, memory_saver
 from megatron_rl.rollout.engine_packages import INSTALL
 
@@ -49,6 +49,7 @@ class Machine(NamedTuple):
     ninja: str | None = None  # path of the program
     engine_problem: UserError | None = None  # why an engine with default options cannot start
     attention_problem: str = ""  # why torch cannot compute the trainer's attention
+    triton_problem: str = ""  # why Triton cannot compile this project's kernels
 
 
 def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
@@ -57,7 +58,8 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     machine = Machine(list_distributions(), cuda, driver, os.environ, read_engine_pins(), nvcc, shutil.which("ninja"))
     if cuda is not None:
         engine = engine_packages.find_problem({}, False, BLACKWELL if is_blackwell() else engine_packages.HOPPER)
-        machine = machine._replace(engine_problem=engine, attention_problem=attention.find_attention_problem())
+        triton, _ = find_triton_problem() or ("", "")
+        machine = machine._replace(engine_problem=engine, attention_problem=attention.find_attention_problem(), triton_problem=triton)
     checks = [check_scale_variable, check_transformer_engine_packages]
     if cuda is not None:
         checks += [check_cuda, check_engine_packages, check_attention, check_compilers, check_memory_saver, check_transformer_engine_import]
@@ -168,7 +170,9 @@ def check_attention(machine: Machine) -> Iterator[Pitfall]:
 
 
 def check_compilers(machine: Machine) -> Iterator[Pitfall]:
-    """Check the programs that compile kernels: nvcc for DeepGEMM, on first use, and ninja for SGLang and FlashInfer."""
+    """Check what compiles kernels: Triton, nvcc for DeepGEMM, on first use, and ninja for SGLang and FlashInfer."""
+    if machine.triton_problem:
+        yield Pitfall("Triton", f"{machine.triton_problem}, so no trainer can run", INSTALL)
     versions, nvcc = set(machine.versions), machine.nvcc
     if {"sgl-deep-gemm", "deep-gemm"} & versions and (nvcc is None or parse_version(nvcc) < MIN_CUDA):
         missing = "not found, so DeepGEMM cannot compile its kernels in trainer and engine"

@@ -37,6 +37,10 @@ EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 
 
+_QUANTIZER_BYTES = {"fp8": 9, "int8": 16}
+"""Bytes per value at the peak of quantizing a weight, by format: FP32 copies, and for FP8 the result."""
+
+
 class RankMemory(NamedTuple):
     """Bytes on one trainer rank."""
 
@@ -158,12 +162,17 @@ def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int
     return format.element_bytes * rows * cols + format.scale.element_bytes * (n * padded_k + k * padded_n)
 
 
-def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> int:
-    """Return the bytes of weights that a sync quantizes. 0 unless the engine is quantized and the trainer is not."""
+def count_sync_memory(job: Workload, candidate: Candidate, stage: int) -> int:
+    """Return the bytes that a sync takes: the buffer of its chunks, and if only the engine is quantized, the quantized weights. The largest
+    one may need more while it is made, before the buffer exists."""
+    buffer = job.config.sync.bucket_mb << 20
     if job.contract.trainer_format.quantized:
-        return 0
+        return buffer
     shards = ((shard, job.contract.format_of(shard.role), count) for shard, count in count_rank_shards(job.model, candidate.train, stage))
-    return sum(count * format.count_bytes(shard.shape) for shard, format, count in shards if format.quantized)
+    quantized = [(math.prod(shard.shape), format, format.count_bytes(shard.shape), count) for shard, format, count in shards if count]
+    quantized = [each for each in quantized if each[1].quantized]
+    total = sum(count * nbytes for *_, nbytes, count in quantized)
+    return max([total + buffer, *(total - nbytes + size * _QUANTIZER_BYTES[format.name] for size, format, nbytes, _ in quantized)])
 
 
 @lru_cache(maxsize=256)

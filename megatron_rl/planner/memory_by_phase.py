@@ -101,7 +101,7 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
         scored = [each for each in (job, job.teacher) if each is not None]
         parts["activations"] = max(activations.count_logprob_activations(each, candidate, stage) for each in scored)
     if phase == "sync":
-        parts["sync"] = weights.count_sync_quantization(job, candidate, stage) + (job.config.sync.bucket_mb << 20)
+        parts["sync"] = weights.count_sync_memory(job, candidate, stage)
     return parts | {"context": CUDA_CONTEXT_BYTES}
 
 

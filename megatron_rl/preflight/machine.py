@@ -40,6 +40,14 @@ def attention_runs_here(facts: Facts) -> None:
         raise UserError("precision.high", high, f"cannot attend on a GPU: {problem}", attention.INSTALL_HINT)
 
 
+@rule(Needs.TRAINER | Needs.NODE | Needs.MACHINE)
+def kernels_can_be_compiled(facts: Facts) -> None:
+    """Norms, rotary positions, and log-probs are Triton kernels, also in modes and for backends that need nothing else."""
+    if facts.node_gpus and (problem := requirements.find_triton_problem()):
+        reason, fix = problem
+        raise UserError("precision.mode", facts.contract.mode, f"cannot run on a GPU: {reason}", fix)
+
+
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_works_here(facts: Facts) -> None:
     from megatron_rl.sync.checks import check_transport

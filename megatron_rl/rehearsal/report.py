@@ -152,6 +152,8 @@ def print_report(reports: list[RankReport], engine: list[EngineRankReport]) -> N
     for found in engine:
         if found.forward:
             console.print(_passes(found, found.forward))
+    if not any(found.forward for found in engine):
+        console.print("The engine's forward passes were not rehearsed: SGLang's own gated delta nets (precision.mode) are not supported.")
     wrong = [f"rank {report.rank}" for report in reports if not report.passes]
     wrong += [f"engine rank {found.rank}" for found in engine if not found.passes]
     good = f"All {len(reports)} ranks run, take the memory that `plan` says, and wait in no layer for the device."

@@ -18,8 +18,13 @@ from megatron_rl.precision.ue8m0 import pack_scales
 
 PACKED = "packed_ue8m0"
 ATTENTION = "triton"
-SERVER_OPTIONS = {"fp8-gemm-backend": "deep_gemm", "moe-runner-backend": "triton", "attention-backend": ATTENTION}
-"""SGLang's arguments on Blackwell, where its defaults are refused (`REFUSED`)."""
+SERVER_OPTIONS = {
+    "fp8-gemm-backend": "deep_gemm",
+    "moe-runner-backend": "triton",
+    "attention-backend": ATTENTION,
+    "bf16-gemm-backend": "torch",
+}
+"""SGLang's arguments on Blackwell, where its defaults are refused (`REFUSED`), or in BF16 choose a kernel by the number of tokens."""
 _SHUFFLES = "shuffles the weights of experts, which a sync does not, and quantizes activations by its own formula"
 _PAGES = "sets pages of {} tokens, with which the hooks on scheduling and the proof of live tokens have not been tested"
 REFUSED: dict[str, dict[str, str]] = {

@@ -26,8 +26,10 @@ def use_fp32_gate(original: Callable[..., Any], moe_layer: Any, *args: Any, **kw
 
 
 def use_model_dtype(original: Callable[..., Any], gate: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Glm4MoeGate.__init__`: keep the weight in the model's dtype, as in the checkpoint and the trainer. SGLang widens it to FP32."""
+    """Wrap `Glm4MoeGate.__init__`: keep the weight in the model's dtype, as in the checkpoint and the trainer. SGLang widens it to FP32,
+    and for this family lets all FP32 products round their inputs to TF32."""
     original(gate, *args, **kwargs)
+    torch.set_float32_matmul_precision("highest")
     gate.weight = torch.nn.Parameter(gate.weight.to(torch.get_default_dtype()))
 
 

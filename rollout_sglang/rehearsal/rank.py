@@ -47,12 +47,24 @@ def main() -> None:
     config = Config.model_validate(job["config"], strict=False)
     gpu = Gpu(**job["gpu"])
     install_gpu(gpu)
+    runs = can_run_passes(config)
     with describe_job(config) as (arguments, chunks):
         import_sglang()
         with multiprocessing.get_context("fork").Pool(len(ranks), maxtasksperchild=1) as pool:  # SGLang's state is global
-            tasks = [(arguments, config, gpu, rank, chunks(rank), rank == ranks[0]) for rank in ranks]
+            tasks = [(arguments, config, gpu, rank, chunks(rank), runs and rank == ranks[0]) for rank in ranks]
             found = pool.starmap(run_rank, tasks, chunksize=1)
     print(json.dumps(dict(zip(ranks, found, strict=True))), file=answer, flush=True)
+
+
+def can_run_passes(config: Config) -> bool:
+    """Return whether all kernels of the engine's passes are known: not those of SGLang's own gated delta nets."""
+    from megatron_rl.hf.files import read_config
+    from megatron_rl.precision.contract import PrecisionContract
+    from parallel.attention import GatedDeltaNet
+    from rollout_sglang.launch_args import shares_delta_rule
+
+    kinds = config.make_geometry(read_config(config.model.folder)).attention
+    return shares_delta_rule(PrecisionContract.from_config(config.precision)) or not any(isinstance(kind, GatedDeltaNet) for kind in kinds)
 
 
 def install_gpu(gpu: Gpu) -> None:

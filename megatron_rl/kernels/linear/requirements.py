@@ -32,7 +32,7 @@ class Package:
     install_hint: str
 
 
-_TRITON = (Package("triton", (3, 6), (4,), "install torch's CUDA build, which brings Triton"),)
+_TRITON = (Package("triton", (3, 7), (4,), "install torch's CUDA build, which brings Triton"),)
 _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple of alternatives must be installed
     "emulated": (),
     "deep_gemm": (
@@ -62,6 +62,11 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
     if deep_gemm and find_nvcc() is None:
         missing.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
     return [problem for problem in missing if problem]
+
+
+def find_triton_problem() -> tuple[str, str] | None:
+    """Return (reason why this project's Triton kernels, which every mode uses on a GPU, cannot be compiled here, fix), or None."""
+    return _find_package_problem(_TRITON)
 
 
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:

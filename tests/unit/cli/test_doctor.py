@@ -96,6 +96,7 @@ def test_the_pinned_installation_and_this_machine_have_no_problems(monkeypatch):
     monkeypatch.setattr(doctor_gpu.memory_saver, "find_cuda_runtime", lambda cuda: Path("/site/libcudart.so.13"))
     monkeypatch.setattr(doctor_gpu.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor_gpu, "list_distributions", gpu_pins)
+    monkeypatch.setattr(doctor_gpu, "find_triton_problem", lambda: None)
     monkeypatch.setattr(doctor_gpu.engine_packages, "PACKAGES", {})
     monkeypatch.setattr(doctor_gpu.engine_packages, "has_flash_attention_3", lambda: True)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
@@ -154,6 +155,11 @@ CASES = {
         (DEEP_GEMM, {}, "nvcc: not found"),
         (DEEP_GEMM, {"nvcc": "12.8"}, "nvcc: 12.8 is older than 12.9, which DeepGEMM requires"),
         ({"sglang-kernel": "0.4.10"}, {}, "ninja: not found"),
+        (
+            {},
+            {"triton_problem": "triton 3.5.1 is not a supported version"},
+            "Triton: triton 3.5.1 is not a supported version, so no trainer",
+        ),
     ],
     "memory_saver": [
         ({}, {"cuda": "13.0"}, ""),

@@ -11,7 +11,7 @@ from support.golden import slow_cut
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel import own_transfers
+from parallel import model_geometry, own_transfers
 from parallel.adapters import AdapterGeometry
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
@@ -79,3 +79,17 @@ def test_a_rank_looks_up_only_what_it_sends(monkeypatch):
         sizes.append((len(plan.transfers), sum(chunk.nbytes for chunk in plan.chunks), len({args[3:] + args[2:3] for args in built})))
     assert sizes[0] == sizes[1]
     assert sizes[0][2] <= 8 * (6 + 3)  # 8 engine ranks; the 6 layers of its stage, and what precedes and follows a kind of layer
+
+
+@pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "Qwen3.5-122B-A10B"])
+@pytest.mark.parametrize("adapters", [None, AdapterGeometry(3, ("linear_qkv", "linear_fc1"))])
+def test_a_rank_lists_only_weights_of_its_layers(monkeypatch, name, adapters):
+    """Besides, one layer of each kind says how large the other layers of an engine rank are."""
+    listed = []
+    build = model_geometry._list_decoder_part
+    monkeypatch.setattr(model_geometry, "_list_decoder_part", lambda model, part: listed.append(part) or build(model, part))
+    model_geometry._list_part.cache_clear()
+    model, train = replace(published_model(name), adapters=adapters), Layout(tp=4, pp=2, ep=4, etp=1)
+    SyncPlan.make(model, train, EngineLayout(4, 4, 2), make_contract("fp8_unified"), 1 << 24, rank=train.world_size - 1)
+    own = {0, model.layers + 1, *(1 + layer for layer in range(model.layers // 2, model.layers))}
+    assert own <= set(listed) and len(set(listed) - own) <= len(model.layer_kinds) and len(listed) == len(set(listed))

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
+from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
@@ -33,13 +35,14 @@ from megatron_rl.kernels.linear.transformer_engine import pad_scales
 from megatron_rl.planner import memory_by_phase, roofline
 from megatron_rl.planner.search import Planner
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
+from megatron_rl.precision import quantizers
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
 from parallel import row_sums
 from parallel.adapters import is_adapter
 from parallel.families import FAMILIES
-from parallel.formats import FP8
+from parallel.formats import FORMATS, FP8
 from parallel.layout import Layout, balance_stages, check_stages
 from parallel.model_geometry import ModelGeometry
 
@@ -72,8 +75,19 @@ def test_a_dense_models_bytes_by_hand():
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
     assert held.masters == 4 * (fp8 + embeddings + vectors)
     assert held.moments == 8 * (fp8 + embeddings + vectors)
-    made = [weights.count_sync_quantization(each, Candidate(Layout()), 0) for each in (job(precision={"mode": "fp8_rollout"}), job())]
-    assert made == [held.blocks, 0], "a sync to an FP8 rollout makes the blocks"
+    largest, buffer = 2 * 12288 * 4096, job().config.sync.bucket_mb << 20
+    made = [weights.count_sync_memory(each, Candidate(Layout()), 0) for each in (job(precision={"mode": "fp8_rollout"}), job())]
+    assert made == [held.blocks + 8 * largest - 4 * largest // 128**2, buffer], "a sync to an FP8 rollout makes the blocks"
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_quantizing_a_weight_takes_the_planned_bytes(name):
+    weight = torch.randn(512, 1024).bfloat16()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        kept = quantizers.quantize(weight, FORMATS[name])
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert peak == pytest.approx(weights._QUANTIZER_BYTES[name] * weight.numel(), rel=0.02) and kept.data.itemsize == 1
 
 
 def test_adapters_alone_are_trained_and_sent_after_the_first_sync():

@@ -383,6 +383,9 @@ MISTAKES = [
            scene=lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")),
     refuse("precision.high = 'bf16': cannot attend on a GPU: varlen_attn of torch 2.10.0 does not accept scale, enable_gqa; install",
            machine.attention_runs_here, "train", GLOO, gpus=1, scene=use_old_torch),
+    refuse("precision.mode = 'bf16': cannot run on a GPU: triton 3.6.0 is not a supported version, 3.7 to below 4; install torch's CUDA",
+           machine.kernels_can_be_compiled, "train", "--precision.mode=bf16", GLOO, gpus=1,
+           scene=lambda patch: patch.setattr(requirements, "find_version", {"triton": "3.6.0"}.get)),
     refuse("rollout.engine = 'sglang': does not start on a GPU without sglang-kernel and flashinfer-python (not installed); bash launch/",
            machine.engine_has_its_packages, "train eval", GLOO, KIND, gpus=2, scene=use_hopper),
     refuse("rollout.engine = 'sglang': does not start on a GPU without flashinfer-python (not installed); bash launch/install_gpu.sh",
@@ -476,6 +479,8 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
 def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake.model:
         edit_config(workplace / "model", mistake.model)
+    if mistake.gpus:
+        monkeypatch.setattr(requirements, "find_version", {"triton": "3.8.0"}.get)
     mistake.scene(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
     monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)

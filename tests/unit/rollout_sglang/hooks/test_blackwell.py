@@ -149,9 +149,33 @@ def keep_all_bytes():
         fp8_utils.requant_block_scale_ue8m0_for_deepgemm(experts, scale[None], [128, 128], True, grouped_moe=True)
     assert not fp8_utils.requant_block_scale_ue8m0_for_deepgemm(experts, scale[None], [128, 128], False, grouped_moe=True)
     from sglang.srt import server_args
+    from sglang.srt.layers.quantization import unquant
 
     names = {"attention_backend", "moe_runner_backend", "fp8_gemm_runner_backend"}
-    return {name: set(getattr(server_args, f"{name.upper()}_CHOICES")) for name in names}
+    choices = {name: set(getattr(server_args, f"{name.upper()}_CHOICES")) for name in names}
+    return choices | {"bf16_gemm_backend": {each.value for each in unquant.Bf16GemmBackend}}
+
+
+def choose_bf16_products():
+    """SGLang's default on SM100 multiplies some numbers of tokens by another kernel."""
+    import_as_on_blackwell()
+    from sglang.srt.layers.quantization import unquant
+
+    unquant.get_platform = lambda: SimpleNamespace(is_sm100=True)
+    unquant.should_enable_bf16_splitk_gemm = lambda _: False
+    name = "sglang.kernels.ops.gemm.cutedsl_bf16_gemm"
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].cutedsl_bf16_gemm = sys.modules[name].use_cutedsl_bf16_gemm = lambda *_: True
+    execution = SimpleNamespace(kernel=SimpleNamespace(), deterministic=SimpleNamespace(enable_deterministic_inference=False))
+    unquant.get_exec = lambda: execution
+    for chosen, by_tokens in ((blackwell.SERVER_OPTIONS["bf16-gemm-backend"], False), ("auto", True)):
+        execution.kernel.bf16_gemm_backend = chosen
+        unquant.initialize_bf16_gemm_config()
+        assert unquant.get_bf16_gemm_backend().is_cutedsl() is (unquant._use_cutedsl_bf16_gemm is not None) is by_tokens
+
+
+def test_unquantized_products_do_not_depend_on_the_number_of_tokens():
+    call_in_fresh_process(choose_bf16_products, OMP_NUM_THREADS="1")
 
 
 def test_with_the_hooks_bytes_stay_and_deepgemm_reads_derived_scales():
@@ -161,7 +185,7 @@ def test_with_the_hooks_bytes_stay_and_deepgemm_reads_derived_scales():
         assert refused.keys() <= choices[argument], refused.keys() - choices[argument]
     for argument, chosen in blackwell.SERVER_OPTIONS.items():
         name = argument.replace("-", "_").replace("fp8_gemm_backend", "fp8_gemm_runner_backend")
-        assert chosen in choices[name] and chosen not in blackwell.REFUSED[name]
+        assert chosen in choices[name] and chosen not in blackwell.REFUSED.get(name, {})
 
 
 def test_hooks_exist_only_on_blackwell(monkeypatch):

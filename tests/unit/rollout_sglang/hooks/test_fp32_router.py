@@ -40,11 +40,12 @@ def test_a_gate_that_sglang_widens_keeps_the_models_dtype_and_gives_the_same_fp3
     gate, x = SimpleNamespace(), torch.randn(40, 256).bfloat16()
     weight = torch.randn(8, 256)
     torch.set_default_dtype(torch.bfloat16)
+    torch.set_float32_matmul_precision("high")  # as SGLang does for this family
     try:
         fp32_router.use_model_dtype(lambda gate, weight: setattr(gate, "weight", torch.nn.Parameter(weight)), gate, weight)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert gate.weight.dtype == torch.bfloat16
+    assert gate.weight.dtype == torch.bfloat16 and torch.get_float32_matmul_precision() == "highest"
     assert torch.equal(fp32_router.compute_gate_logits(gate, x), fp32_router.compute_router_logits(x, weight.bfloat16().float()))
 
 
