@@ -13,8 +13,8 @@ STAGES = "--train.layout.pp=4,--train.layout.last_stage_layers=13,--train.layout
 COUNTS = "megatron_rl/mcore/layers/moe/token_counts.py"
 LAYERS = {"qwen2_5_32b": 0, "qwen3_30b_a3b": 22, "qwen3_235b_a22b": 4}
 """Number of layers with experts on the last stage."""
-EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8"}, "qwen3_235b_a22b": {"ep 8", "tp 8"}}
-"""Groups of all-to-alls: tokens of experts, and heads if ranks share a key-value head."""
+EXCHANGES = {"qwen2_5_32b": set(), "qwen3_30b_a3b": {"ep 8", "etp*ep 8"}, "qwen3_235b_a22b": {"ep 8", "etp*ep 8", "tp 8"}}
+"""Groups of all-to-alls: tokens of experts, their counts before an update, and heads if ranks share a key-value head."""
 
 
 @pytest.fixture(scope="module")
