@@ -68,5 +68,6 @@ def test_settings_of_the_runs_are_accepted(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(engine_packages, "check", lambda *_: None)
+    monkeypatch.setattr(requirements, "find_triton_problem", lambda: None)
     config, *options = make_model(tmp_path, {**make_settings(name, tmp_path, "emulated"), "warm_start.steps": 0})
     assert check_run(load_config(config, options)).world_size == 1
