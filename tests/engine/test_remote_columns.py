@@ -1,6 +1,10 @@
 """Columns that stay at real engines: a replica fetches what the engine would have answered, and a run that loses an
 engine with columns has the numbers of one that does not."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 from support import train_command, trainer_engine
 from support.models import random_sequences
@@ -92,3 +96,35 @@ def test_a_run_that_samples_ahead_goes_on_with_tokens_that_are_not_too_old(tmp_p
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and sum(row["engine/restarts"] for row in rows) == 1
     assert all(row["staleness/max"] <= 1 and row["mismatch/tokens"] > 0 for row in rows)
     assert {row.get("mismatch/abs_max", 0.0) for row in rows} == {0.0}, "a step without this has asked the canary"
+
+
+class RewardServer(BaseHTTPRequestHandler):
+    """Rewards every completion with the number of its characters."""
+
+    def do_POST(self):
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["texts"]
+        content = json.dumps({"rewards": [float(len(text)) for text in texts]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_texts_of_a_run_with_a_reward_server_pass_rank_0(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RewardServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    functions = f'[{{name = "http", url = "http://127.0.0.1:{server.server_port}/"}}]'
+    changes = {name: value for name, value in CHANGES.items() if name != "reward.function"} | {"reward.function": "", "train.steps": 2}
+    with train_command.train(tmp_path, changes | {"reward.functions": functions}, launcher=train_command.TORCHRUN) as command:
+        done = command.wait(train_command.LONG)
+    server.shutdown()
+    assert done.code == 0, done.err
+    log = (run := train_command.latest(tmp_path)).joinpath("engine.log").read_text()
+    assert log.count("POST /megatron_rl/columns") >= 2 * 2 and "POST /megatron_rl/score" not in log
+    samples = train_command.read_rows(run, "samples.jsonl")
+    assert samples and all(row["reward"] == len(row["completion"]) > 0 for row in samples)
