@@ -20,7 +20,7 @@ FP32_ROLES = frozenset({"router_bias", "kv_scales", "delta_decay"})
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turn off Python's cycle collector, which would scan a large plan's millions of tuples again and again."""
+    """Turn off Python's cycle collector, which would scan again and again what large plans and imports make, although all of it stays."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -19,6 +19,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls, Places, Roots
 from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
 from megatron_rl.workers import plain
@@ -155,9 +156,9 @@ class SGLangEngine(RankRequests, RecordingRequests):
             pass  # the workers are still busy
         return SCORED.validate_python(self._read_answer(SCORE, response))
 
-    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
         texts = self._read_answer(TEXTS, self._request(TEXTS, [columns.handle for columns in columns_B], repeatable=True))
-        return [(text, answer, thought) for text, answer, thought in texts]
+        return [(text, Response(*parts)) for text, *parts in texts]
 
     def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         super().start_receiving(hashing, places)

@@ -87,10 +87,10 @@ def score_task(task: bytes, scorer: Scorer) -> bytes:
     rewards_B = scorer.judge([kept.text for kept in kept_B], [problem] * len(kept_B), lengths_B, samples_B)
     scored_B = []
     for kept, reward in zip(kept_B, rewards_B, strict=True):
-        kept.response = scorer.split(kept.text, problem)
-        if reward.answer is None and not reward.error and kept.response.answer is not None:
-            reward.answer = math.final_answer(kept.response.answer) or ""  # for votes
-        scored_B.append(Scored(reward, len(kept.response.thought) / max(len(kept.text), 1), kept.response.answer is None))
+        kept.response = response = scorer.split(kept.text, problem)
+        if reward.answer is None and not reward.error and response.answer is not None:
+            reward.answer = math.final_answer(response.answer) or ""  # for votes
+        scored_B.append(Scored(reward, response.compute_thought_share(kept.text), response.answer is None))
     return SCORED.dump_json(scored_B)
 
 

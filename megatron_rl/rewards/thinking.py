@@ -28,6 +28,10 @@ class Response(NamedTuple):
     answer: str | None
     thought: str
 
+    def compute_thought_share(self, text: str) -> float:
+        """Return the share of the completion's characters that are in its thought. `text`: the whole completion."""
+        return len(self.thought) / max(len(text), 1)
+
 
 def find_markers(chat_template: str | Mapping[str, str] | None) -> ThoughtMarkers:
     """Return the markers that a chat template handles, such as `[THINK]` and `[/THINK]`. Return `DEFAULT_MARKERS` if it handles none."""

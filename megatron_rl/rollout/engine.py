@@ -17,6 +17,7 @@ from megatron_rl.errors import AbortedError, RunError, UserError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
@@ -107,8 +108,8 @@ class Engine(Protocol):
         """Return the verdicts of the run's reward functions on completions of a problem that one engine keeps with their texts, in order.
         Raise EngineLostError if it is lost, or RunError if its workers cannot be started."""
 
-    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
-        """Return the text of completions that engines keep and have scored, and its parts (`rewards.thinking.Response`)."""
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
+        """Return the text of each completion, which engines keep and have scored, and its parts."""
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""

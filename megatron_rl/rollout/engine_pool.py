@@ -22,6 +22,7 @@ from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.engine import (
     Abort,
     Engine,
@@ -135,11 +136,11 @@ class EnginePool:
     def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
         return self._ask_owner(columns_B, lambda engine: engine.score(columns_B, problem))
 
-    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
-        def read(own: Sequence[RemoteColumns]) -> list[tuple[str, str | None, str]]:
+    def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
+        def read(own: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
             return self._ask_owner(own, lambda engine: engine.read_texts(own))
 
-        texts = dict[str, tuple[str, str | None, str]]()
+        texts = dict[str, tuple[str, Response]]()
         for own in group_by_engine(columns_B).values():
             texts |= zip((columns.handle for columns in own), read(own), strict=True)
         return [texts[columns.handle] for columns in columns_B]

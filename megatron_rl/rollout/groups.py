@@ -138,8 +138,8 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward
-        completion.answer_text, completion.thought = rewards.split(completion.text, completion.problem)
-        completion.thought_share = len(completion.thought) / max(len(completion.text), 1)
+        completion.answer_text, completion.thought = response = rewards.split(completion.text, completion.problem)
+        completion.thought_share = response.compute_thought_share(completion.text)
 
 
 def assign_scored(completions_B: Sequence[Completion], scored_B: Sequence[Scored], rewards: Scorer) -> None:

@@ -151,8 +151,8 @@ class RolloutWorker:
         kept = [(completion, completion.remote) for completion in shown if completion.remote and completion.remote.has_text]
         if self._engines is not None and kept:
             texts = self._engines.read_texts([remote for _, remote in kept])
-            for (completion, _), text in zip(kept, texts, strict=True):
-                completion.text, completion.answer_text, completion.thought = text
+            for (completion, _), (text, response) in zip(kept, texts, strict=True):
+                completion.text, (completion.answer_text, completion.thought) = text, response
 
     def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
         """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""

@@ -82,7 +82,8 @@ class Lengths:
 
     def read_texts(self, columns_B):
         self.read += [columns.handle for columns in columns_B]
-        return [(handle := columns.handle, None if handle.endswith("/3") else "answer", "thought") for columns in columns_B]
+        handles = [columns.handle for columns in columns_B]
+        return [(handle, Response(None if handle.endswith("/3") else "answer", "thought")) for handle in handles]
 
     def find_columns(self, by_engine):
         return {columns.handle for own in by_engine.values() for columns in own} & self.keeps
