@@ -81,7 +81,7 @@ class Loop:
         trainer.take_devices()
         metrics = dict(samples.metrics)
         with phase("logprobs"):
-            metrics |= trainer.compute_logprobs(samples)
+            metrics |= trainer.compute_logprobs(samples, step)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0
         if attribute:
             with phase("attribute"):
@@ -94,19 +94,22 @@ class Loop:
         metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_numbers)
-        if self._newest.is_needed(metrics):
-            with phase("compare"):
-                metrics |= self._newest.compare(version)
-        self._newest.count(metrics)
+        if not trainer.compares_in_update:
+            if self._newest.is_needed(metrics):
+                with phase("compare"):
+                    metrics |= self._newest.compare(version)
+            self._newest.count(metrics)
         check_stop()
         if trainer.critic is not None:
             with phase("critic"):
                 metrics |= trainer.critic.update(samples)
         with phase("train"):
             metrics |= trainer.update(samples, version)
+        if trainer.compares_in_update:
+            self._newest.count(metrics)
         if attribute:
             metrics |= trainer.attribution.finish()
-        self._recorder.write_samples(step, samples)
+        self._recorder.write_samples(step, samples, trainer.compared)
         trainer.leave_devices()
         self._state = self._snapshot(step, metrics | self._recorder.seconds)
         with phase("sync"):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.old_logprobs import OldLogprobs
 from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
@@ -170,9 +171,11 @@ class Session:
         self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
+        exact = promises_exactness(config, hf_config)
+        bound = MismatchBound(config.sync, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
+        old_logprobs = OldLogprobs(config, exact)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher, old_logprobs)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
         self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
