@@ -93,7 +93,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
                 if answer.finish == ABORTED:  # discarded by a sync: sample it again
                     continue
                 records_kept = samplings[index].record_kept_tokens
-                generations[index] = self._read(answer, len(prompts_B[index]), records_kept, self._mixed_versions)
+                generations[index] = self._read(answer, len(prompts_B[index]), records_kept, self._mixed_versions, samplings[index].seed)
         return [generations[index] for index in range(len(prompts_B))]
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
@@ -107,7 +107,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**make_sampling_params(sampling), "ignore_eos": True}
         answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B), _JSON)
-        return [[self._read(answer, len(prompt), False, False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
+        return [[self._read(answer, len(prompt), False, False, sampling.seed) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
         self,
@@ -140,8 +140,11 @@ class SGLangEngine(RankRequests, RecordingRequests):
             reason = str(error)
         raise RunError(f"the engine's completions cannot be read: {reason}", self.server.processes.log_tail())
 
-    def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool) -> Generation:
-        return read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, self.server.url, self.server.api_key)
+    def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool, seed: int | None) -> Generation:
+        server = self.server.url, self.server.api_key
+        generation = read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, *server)
+        generation.seed = None if torch.cuda.is_available() else seed  # a GPU ignores seeds
+        return generation
 
     def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
         own = [columns.handle for columns in by_engine.get((self.server.url, self.server.api_key), ())]
