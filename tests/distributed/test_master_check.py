@@ -16,10 +16,10 @@ from parallel.layout import Layout
 MODES = {
     "fp8": FP8,
     "fp32 scales": FP8 | {"scale_format": "fp32"},
-    "int8": INT8,
+    "int8": {"mode": "int8_rollout", "high": "fp32"},
     "bf16": {"mode": "bf16"},
 }
-LAYER = "decoder.layers.1.self_attention.linear_proj.weight"
+LAYER = "decoder.layers.0.self_attention.linear_proj.weight"
 
 MODULE = LAYER.removesuffix(".weight")
 
