@@ -22,7 +22,7 @@ from megatron_rl.rewards.statements import HEDGE, Statement, find_statement, las
 from megatron_rl.rewards.thinking import DEFAULT_MARKERS, ThoughtMarkers, split_thought
 from megatron_rl.types import Problem, Reward
 
-_ASSIGNMENT = re.compile(r"[\s$]*([a-z])\s*=\s*([^=]+?)[\s$.]*")
+_ASSIGNMENT = re.compile(r"[\s$]*(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*([^=]+?)[\s$.]*")
 _AND = re.compile(r"[,;]\s*(?:and|or)\b|[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:quad|lor|vee)\b")
 _DECIMAL_COMMA = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3})+|[-+]?\s*[0-9]+),([0-9]{1,2})(?![0-9,.])(.*)$")
 _THOUSANDS_DOTS = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3}){2,})(?![0-9.])")
@@ -126,7 +126,8 @@ def _equals(stated: Statement, gold: str) -> bool:
         return False
     if read := find_kind(words):
         return not HEDGE.search(content) and read(plain(content)) == read(words)
-    if (named := _read_names(gold)) and ((found := _read_names(content)) or len(named) > 1):
+    named, found = _read_names(gold), _read_names(content)
+    if len(named) > 1 or (len(named) == 1 == len(found) == max(map(len, (*named, *found)))):
         return _equals_named(found, named, content)
     gold = named.popitem()[1] if named else gold
     expected = None if _ORDINAL.fullmatch(words) else parse_number(_without_label(gold))
@@ -148,8 +149,8 @@ def _read_names(content: str) -> dict[str, str]:
     """Return the values by name of `x = 1, y = 2` or `(x, y) = (1, 2)`. Return nothing for alternatives ("or") and other contents."""
     content = re.sub(r"\\(?:left|right)(?=\W)|\\[,;:! ]", "", re.sub(r"\\text\{(\w+)\}", r"\1", content))
     if tuples := re.fullmatch(r"\(([a-z](?:,\s*[a-z])*)\)\s*=\s*\(([^()]*)\)", content):
-        names, values = re.findall("[a-z]", tuples[1]), tuples[2].split(",")
-        return dict(zip(names, values, strict=True)) if len(names) == len({*names}) == len(values) else {}
+        letters, values = re.findall("[a-z]", tuples[1]), tuples[2].split(",")
+        return dict(zip(letters, values, strict=True)) if len(letters) == len({*letters}) == len(values) else {}
     parts = [_ASSIGNMENT.fullmatch(part) for part in _AND.split(content) if part.strip()]
     names = {part[1]: part[2] for part in parts if part}
     return names if len(names) == len(parts) and (len(names) == 1 or not HEDGE.search(content)) else {}

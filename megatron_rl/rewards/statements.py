@@ -77,8 +77,9 @@ HEDGE = re.compile(
     re.IGNORECASE,
 )
 _GIVES_UP = re.compile(
-    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|help|say|solve|tell)|(?:won't|will not) answer|cannot be|refuse"
-    r"|impossible to|give up|no idea|not (?:sure|certain))\b",
+    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|help|say|solve|tell)|refuse"
+    r"|(?:won't|will not) answer|cannot be (?:answered|determined|solved)|impossible to (?:answer|determine|say|tell)|give up|no idea"
+    r"|not (?:sure|certain))\b",
     re.IGNORECASE,
 )
 _OPTION = re.compile(r"\W*([A-J])[).:]\s")
@@ -237,7 +238,7 @@ def _implicit_statement(tail: str) -> Statement | None:
         if sentence.strip(" .*$")
     ]
     last = next((index for index in reversed(range(len(sentences))) if re.search(r"[0-9$\\]", sentences[index])), -1)
-    if not sentences or _GIVES_UP.search(" ".join(sentences[max(last - 1, 0) if last > 0 else last :])):
+    if not sentences or _GIVES_UP.search(" ".join(sentences[last - (last > 0 and not re.search("[A-Za-z]{2}", sentences[last])) :])):
         return None
     sentence = sentences[last]
     if HEDGE.search(sentence):
