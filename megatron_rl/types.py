@@ -18,6 +18,8 @@ from uuid import UUID
 if TYPE_CHECKING:  # reward workers import this file and little else
     import numpy as np
 
+EQUAL_REWARDS = 1e-8
+"""Rewards this close, relative to the larger of them and 1, are equal: they differ by rounding errors."""
 ChatMessage = Mapping[str, Any]
 """A message in the form of chat templates: role, content, and optionally tool_calls, tool_call_id, name and reasoning_content."""
 
@@ -100,6 +102,12 @@ class RemoteColumns:
     has_text: bool = False  # whether the engine keeps the text, too
 
 
+def are_equal(rewards: Iterable[float]) -> bool:
+    """Return whether rewards differ by rounding errors only, such as sums in another order, so that nothing can be learned from them."""
+    rewards = [*rewards]
+    return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS * max(1.0, *map(abs, rewards))
+
+
 def group_by_engine(columns_B: Iterable[RemoteColumns]) -> dict[tuple[str, str], list[RemoteColumns]]:
     """Return the columns of each engine, by its url and key."""
     groups: dict[tuple[str, str], list[RemoteColumns]] = {}
@@ -125,6 +133,7 @@ class Generation:
     """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, "" if the engine keeps it, or None if the
     engine decodes no texts."""
     prompt_ids_T: np.ndarray | None = None  # int32: of a completion that the engine has kept
+    seed: int | None = None  # with which `batch.draws` gives the random number of each token; None if the engine draws in another way
 
 
 @dataclass
@@ -178,6 +187,7 @@ class Completion:
     environment_error: str = ""  # why the environment or agent failed; the sample's score is 0 then
     prompt_tokens: int = 0  # total over all turns; each turn counts all tokens before it
     cached_tokens: int = 0  # of `prompt_tokens`, from the prefix cache
+    seeds: list[int] = field(default_factory=list)  # see `TrainingSample.seeds`
     version_lags_T: np.ndarray | None = None  # uint8: number of policy versions since each token was sampled, or None for all 0
     branches: list[Completion] = field(default_factory=list)  # other conversations of an agent, with the same reward
     shared_count: int = 0  # number of sampled tokens that this conversation shares with an earlier one, which trains on them

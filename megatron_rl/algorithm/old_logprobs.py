@@ -35,11 +35,11 @@ class OldLogprobs:
         self._never = chosen == "pass" or (chosen == "auto" and (not exact or bool(list_needs(config))))
         self._updates, self._attribute_every = config.algorithm.updates_per_step, config.log.attribute_every
 
-    def are_engines(self, samples: list[TrainingSample], step: int, max_over_replicas: Callable[[int], int]) -> bool:
-        """Return whether `step` leaves out the pass. Collective: `samples` are this replica's. A step with tokens of older policy versions
-        needs it, because the engine's log-probs are then not those of the trainer's weights."""
-        if self._never or (self._attribute_every and step % self._attribute_every == 0):
+    def are_engines(self, samples: list[TrainingSample], version: int, max_over_replicas: Callable[[int], int]) -> bool:
+        """Return whether the step from `version` to the next leaves out the pass. Collective: `samples` are this replica's. A step with
+        tokens of older policy versions needs it, because the engine's log-probs are then not those of the trainer's weights."""
+        if self._never or (self._attribute_every and (version + 1) % self._attribute_every == 0):
             return False
-        if self._updates > 1 and (step - 1) % PASS_EVERY == 0:
+        if self._updates > 1 and version % PASS_EVERY == 0:
             return False
         return not max_over_replicas(any(bool(sample.version_lags.any()) for sample in samples))

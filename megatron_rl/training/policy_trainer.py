@@ -7,8 +7,8 @@ host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -20,22 +20,27 @@ from megatron_rl.algorithm.clip_calibration import ClipCalibration
 from megatron_rl.algorithm.gae import KL
 from megatron_rl.algorithm.old_logprobs import OldLogprobs
 from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.draws import mark_draws, unmark_draws
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
-from megatron_rl.errors import MismatchError, RunError
+from megatron_rl.errors import DrawError, MismatchError, RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.moe.router import DIFFERS
 from megatron_rl.mcore.layers.moe.token_counts import keeps_routing
+from megatron_rl.mcore.optim.master_check import check_masters
 from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.draws import DrawRecord
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.groups import RolloutBatch
+from megatron_rl.rollout.metrics import EQUAL
 from megatron_rl.training.critic_trainer import CriticTrainer
+from megatron_rl.training.draws import DrawCheck
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
@@ -92,11 +97,12 @@ class PolicyTrainer:
         attribution: MismatchAttribution,
         engines: Rank0[Engine],
         mismatch_bound: MismatchBound | None = None,
+        draw_check: DrawCheck | None = None,
+        old_logprobs: OldLogprobs | None = None,
         critic: CriticTrainer | None = None,
         teacher: Policy | None = None,
-        old_logprobs: OldLogprobs | None = None,
     ) -> None:
-        self._mismatch_bound = mismatch_bound
+        self._mismatch_bound, self._draw_check = mismatch_bound, draw_check
         self.actor, self.attribution, self.critic = actor, attribution, critic
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
@@ -105,6 +111,7 @@ class PolicyTrainer:
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
         self.compared: list[TrainingSample] = []  # this replica's samples of the newest step, with the trainer's log-probs
         self._old_logprobs = old_logprobs or OldLogprobs(config, exact=False)
+        self._equal = 0.0  # `rollout.metrics.EQUAL` of the step
         self.compares_in_update = False  # whether the current step leaves out the pass of the old log-probs
         self.replay: ReplayBuffer | None = None
         if config.replay is not None:
@@ -126,19 +133,20 @@ class PolicyTrainer:
     def share_samples(self, rollout: Rank0[RolloutBatch], step: int) -> StepSamples:
         return share_samples(rollout, step, self._config, self.engine_routing, self.actor.attention_length, self.replay)
 
-    def compute_logprobs(self, step_samples: StepSamples, step: int) -> dict[str, float]:
+    def compute_logprobs(self, step_samples: StepSamples, version: int = 0) -> dict[str, float]:
         """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed. Return entropy,
-        mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids.
+        mismatch, draws, staleness, and the routers' metrics. Raise RunError for a mismatch or draws that the configuration forbids.
 
-        If the engine's log-probs are the old ones (`OldLogprobs`), the first update compares them and returns these metrics."""
+        If the engine's log-probs are the old ones (`OldLogprobs`), the first update checks them and returns these metrics."""
         samples = step_samples.own
-        self.compares_in_update = self._old_logprobs.are_engines(samples, step, reduce.max_over_replicas)
+        self.compares_in_update = self._old_logprobs.are_engines(samples, version, reduce.max_over_replicas)
+        self._equal = step_samples.metrics.get(EQUAL, 0.0)
         if self.compares_in_update:
             for sample in samples:
                 sample.old_logprobs = sample.rollout_logprobs
             metrics = dict[str, float]()
         else:
-            metrics = self._score_actor(samples)
+            metrics = self._score_actor(samples, version)
         if self._reference is not None:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
@@ -149,10 +157,10 @@ class PolicyTrainer:
         stale = self._config.placement.max_staleness or self._config.replay is not None
         return metrics | (measure_staleness(samples, reduce.combine) if stale else {})
 
-    def _score_actor(self, samples: list[TrainingSample]) -> dict[str, float]:
+    def _score_actor(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
         """Run the pass of the old log-probs and return its metrics."""
         keep = self.actor.routing.shape is not None and keeps_routing(self._config.algorithm)
-        with self.actor.routing.collect_stats(samples, keep) as routing:
+        with self.actor.routing.collect_stats(samples, keep) as routing, self._record_draws(samples, version) as draws:
             logprobs_B, entropy = self.actor.compute_logprobs(samples)
         for sample, logprobs in zip(samples, logprobs_B, strict=True):
             sample.old_logprobs = logprobs
@@ -162,15 +170,26 @@ class PolicyTrainer:
                 sample.routed_experts = records[sample.number]
         else:
             self._records = records
-        return {_ENTROPY: entropy, **self._compare(samples), **routing.gather_metrics()}
+        return {_ENTROPY: entropy, **self._compare(samples, draws), **routing.gather_metrics()}
 
-    def _compare(self, samples: list[TrainingSample]) -> dict[str, float]:
-        """Return the mismatch of samples with the trainer's log-probs. Raise MismatchError if the configuration forbids it."""
+    @contextmanager
+    def _record_draws(self, samples: list[TrainingSample], version: int) -> Iterator[DrawRecord]:
+        """Context manager in which passes record the draws that are to be checked."""
+        if self._draw_check is not None:
+            mark_draws(samples, version, self._draw_check.share)
+        with self.actor.record_draws() as draws:
+            yield draws
+        unmark_draws(samples)
+
+    def _compare(self, samples: list[TrainingSample], draws: DrawRecord) -> dict[str, float]:
+        """Return the mismatch and the draws of samples with the trainer's log-probs. Raise RunError if the configuration forbids them."""
         self.compared = samples
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
         if self._mismatch_bound is not None:
             self._mismatch_bound.check(mismatch)
-        return mismatch
+        if self._draw_check is None:
+            return mismatch
+        return mismatch | self._draw_check.check(draws, samples, self._equal)
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
         """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}. A critic
@@ -218,21 +237,23 @@ class PolicyTrainer:
                 if calibrate and number == len(mini_batches):
                     self.clip.end(mini_batch)
                 first = number == 1 and self.compares_in_update
-                updates.append(self._compare_and_update(mini_batch) if first else self._update(mini_batch))
+                updates.append(self._compare_and_update(mini_batch, version) if first else self._update(mini_batch))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}
-        return means | bounds | self._measure_change(samples)
+        changed = self._measure_change(samples)
+        check_masters(self.actor.model, self.actor.optimizer, version)
+        return means | bounds | changed
 
-    def _compare_and_update(self, mini_batch: list[TrainingSample]) -> dict[str, float]:
-        """Take an optimizer step that compares its log-probs with the engine's before it changes a weight."""
+    def _compare_and_update(self, mini_batch: list[TrainingSample], version: int) -> dict[str, float]:
+        """Take an optimizer step that compares its log-probs with the engine's, and checks its draws, before it changes a weight."""
         metrics: dict[str, float] = {}
 
         def compare(logprobs_B: list[torch.Tensor], entropy: float) -> None:
             scored = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(mini_batch, logprobs_B, strict=True)]
-            metrics.update({_ENTROPY: entropy, **self._compare(scored)})
+            metrics.update({_ENTROPY: entropy, **self._compare(scored, draws)})
 
-        with self.actor.routing.collect_stats(mini_batch) as routing:
+        with self.actor.routing.collect_stats(mini_batch) as routing, self._record_draws(mini_batch, version) as draws:
             update = self._update(mini_batch, compare)
         return {**update, **metrics, **routing.gather_metrics()}
 
@@ -244,7 +265,7 @@ class PolicyTrainer:
             mini_batch = [replace(sample, routed_experts=self._records.pop(sample.number)) for sample in mini_batch]
         try:
             return self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher), check)
-        except MismatchError:
+        except (MismatchError, DrawError):
             raise
         except RunError as error:
             if not LOSSES.is_own(name := self._config.algorithm.loss):

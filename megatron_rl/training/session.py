@@ -52,6 +52,7 @@ from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
+from megatron_rl.training.draws import DrawCheck
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
@@ -172,10 +173,10 @@ class Session:
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         exact = promises_exactness(config, hf_config)
-        bound = MismatchBound(config.sync, exact, self.notify)
+        bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        old_logprobs = OldLogprobs(config, exact)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher, old_logprobs)
+        checks = bound, draw_check, OldLogprobs(config, exact)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, *checks, critic_trainer, teacher)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
         self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)

@@ -165,7 +165,7 @@ def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=No
     on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0, release_memory=lambda: None))
     of_critic = None if critic is None else CriticTrainer(config, critic)
     bound, old_logprobs = MismatchBound(config.sync, exact, print), OldLogprobs(config, exact)
-    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, bound, of_critic, teacher, old_logprobs)
+    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, bound, None, old_logprobs, of_critic, teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     rank0_worker = Rank0(lambda: worker)
     newest = NewestTokens(config, trainer.actor, rank0_worker, sync, bound)
