@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +24,12 @@ FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. Every user may read its
-    files."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. The umask decides who
+    may read it."""
+    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"  # mkdtemp would make it private
+    temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in (temporary, *temporary.rglob("*")):  # mkdtemp and safetensors make theirs private
-            path.chmod(0o755 if path.is_dir() else 0o644)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -96,12 +94,14 @@ def name_file(number: int, count: int) -> str:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write a safetensors file. Return the bytes of its tensors by name. Raise OSError, naming the file, if writing fails."""
+    """Write a safetensors file, which the users of its folder may read. Return the bytes of its tensors by name. Raise OSError, naming the
+    file, if writing fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes its files private
     except SafetensorError as error:
         raise OSError(None, str(error), str(path)) from None
     return {name: tensor.nbytes for name, tensor in tensors.items()}

@@ -268,7 +268,7 @@ def test_tensorboard_keeps_every_name(tmp_path):
     trackers.log(dict.fromkeys(ODD, 0.5), 1)
     trackers.finish("finished")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {name: [each.value for each in events.Scalars(name)] for name in ODD} == dict.fromkeys(ODD, [0.5])
+    assert {name: [each.value for each in events.Scalars(name)] for name in ODD} == {name: [0.5] for name in ODD}
 
 
 def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
