@@ -88,7 +88,7 @@ def _agrees(published: str, parameters: int, mtp: int) -> bool:
 
 
 def describe_all() -> list[Row]:
-    return [describe(json.loads(line)) for line in MODELS.read_text().splitlines()]
+    return [describe(json.loads(line)) for line in MODELS.read_text(encoding="utf-8").splitlines()]
 
 
 def render(rows: list[Row]) -> str:
@@ -98,7 +98,7 @@ def render(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(render(describe_all()))
+    PAGE.write_text(render(describe_all()), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

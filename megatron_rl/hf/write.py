@@ -48,7 +48,7 @@ def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract, 
 def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None, field: str = "model.path") -> None:
     """Write config.json into an existing folder and copy all files but weights from `tokenizer_from`, which is all that an engine needs to
     start without weights. Raise UserError, naming `field`, if a file cannot be read or the copy has another tokenizer."""
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer_from is not None:
         from megatron_rl.hf.tokenizer import check_copy  # imports transformers
 
@@ -112,4 +112,4 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
     if len(files) > 1:
         weight_map = {name: name_file(number, len(files)) for number, sizes in enumerate(files) for name in sizes}
         index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -278,7 +278,7 @@ def export_adapters(folder: Path, output: Path) -> None:
     }
     with atomic_folder(output) as temporary:
         write_file(temporary / "adapter_model.safetensors", tensors)
-        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
