@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.hub import HubModel
 from megatron_rl.config.launch import read_launch
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import check_path, reading
@@ -54,7 +55,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_copies
 from parallel.shards import HFTensor, Region, take_all
 from parallel.transport.process_group import register_shared_gloo
-from parallel.wrappers import rewrap
+from parallel.wrappers import DECODER, rewrap
 
 
 class _Source(NamedTuple):
@@ -265,10 +266,12 @@ def export_adapters(folder: Path, output: Path) -> None:
     lora = read_settings(state)
     geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    hub = HubModel.parse(Path(state["base"]))
     description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": state["base"],
+        "base_model_name_or_path": hub.repository if hub else os.path.abspath(state["base"]),
+        "revision": hub.revision if hub else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -282,7 +285,8 @@ def export_adapters(folder: Path, output: Path) -> None:
 
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
-    """Return the tensors by PEFT's names."""
+    """Return the tensors by PEFT's names. Those of a wrapper have two: PEFT loads them by one into the class of the whole model, as vLLM
+    does, and by the other into that of its decoder, `AutoModelForCausalLM`. Each ignores what it does not know."""
     tensors: dict[str, torch.Tensor] = {}
     for layer in geometry.list_weights():
         by_name = {weight.megatron: weight for weight in layer}
@@ -290,7 +294,8 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
             if name.endswith(".lora_B"):
                 a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
                 for tensor in {piece.tensor for piece in up.pieces}:
-                    peft = f"base_model.model.{tensor.name}"
-                    tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
-                    tensors[peft] = weights.read_values(take_all(tensor)).clone()
+                    b = weights.read_values(take_all(tensor))
+                    for stored in {tensor.name, tensor.name.replace(DECODER, "model.", 1)}:
+                        peft = f"base_model.model.{stored}"
+                        tensors |= {peft.replace(".lora_B.", ".lora_A."): a.clone(), peft: b.clone()}
     return tensors
