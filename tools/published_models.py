@@ -38,6 +38,8 @@ states of gated delta nets per request, with `rollout.tp = 1`.
 |---|---|---|---|---|---|
 {supported}
 
+The tokenizers of Moonlight and Kimi-K2 are published as code: [convert them](../guides/checkpoints.md) first.
+
 Refused, with the line that `plan` and `train` print:
 
 | model | line |
