@@ -266,6 +266,8 @@ def export_adapters(folder: Path, output: Path) -> None:
     lora = read_settings(state)
     geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    if any(DECODER in name and ".experts." in name for name in tensors):
+        print("adapters of experts are written, but peft 0.21 has no place for them in models of this family", flush=True)
     hub = HubModel.parse(Path(state["base"]))
     description = {
         "peft_type": "LORA",
@@ -286,7 +288,8 @@ def export_adapters(folder: Path, output: Path) -> None:
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
     """Return the tensors by PEFT's names. Those of a wrapper have two: PEFT loads them by one into the class of the whole model, as vLLM
-    does, and by the other into that of its decoder, `AutoModelForCausalLM`. Each ignores what it does not know."""
+    does, and by the other into that of its decoder, `AutoModelForCausalLM`. Each ignores what it does not know. PEFT merges the two of
+    an expert's, so these have one."""
     tensors: dict[str, torch.Tensor] = {}
     for layer in geometry.list_weights():
         by_name = {weight.megatron: weight for weight in layer}
@@ -295,7 +298,8 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
                 a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
                 for tensor in {piece.tensor for piece in up.pieces}:
                     b = weights.read_values(take_all(tensor))
-                    for stored in {tensor.name, tensor.name.replace(DECODER, "model.", 1)}:
+                    second = tensor.name if ".experts." in tensor.name else tensor.name.replace(DECODER, "model.", 1)
+                    for stored in {tensor.name, second}:
                         peft = f"base_model.model.{stored}"
                         tensors |= {peft.replace(".lora_B.", ".lora_A."): a.clone(), peft: b.clone()}
     return tensors
