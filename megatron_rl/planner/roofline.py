@@ -58,11 +58,12 @@ class StepTime:
 
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """Return the seconds of all phases except the sync."""
-    return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
+    return replace(estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
 
 
 @lru_cache(maxsize=1 << 16)
-def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
+def estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
+    """Return the seconds of the trainer's phases."""
     policy, passes = _estimate_passes(job, candidate, cluster), 2 if job.has_reference else 1
     if job.teacher is not None:
         teacher = _estimate_passes(job.teacher, candidate, cluster).logprobs / passes
