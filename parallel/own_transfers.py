@@ -72,8 +72,8 @@ def list_all_jobs(model: ModelGeometry, train: Layout, rollout: EngineLayout, fo
     parts = {
         part: [build_part(model, rollout.tp, rank, rollout.ep, part) for rank in range(rollout.tp)] for part in range(model.layers + 2)
     }
-    for ranks in parts.values():
-        check_block_alignment(dict(enumerate(ranks)), format_of)
+    for of_ranks in parts.values():
+        check_block_alignment(dict(enumerate(of_ranks)), format_of)
     wants, jobs, first = _list_wants(parts), dict[tuple[int, ...], list[Job]](), dict[tuple[int, ...], int]()
     for rank, at in enumerate(map(train.coordinates, range(train.world_size))):
         first.setdefault((at.pp, at.tp, at.ep, at.etp), rank)

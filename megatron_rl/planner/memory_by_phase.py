@@ -60,13 +60,15 @@ def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemo
     return phases
 
 
+@lru_cache(maxsize=64)
 def list_phases(job: Workload) -> list[str]:
     return [phase for phase in PHASES if phase not in ("critic", "resume") or job.critic is not None]
 
 
 def list_trainer_parts(job: Workload, candidate: Candidate) -> list[dict[str, float]]:
     """Return the bytes by part on the fullest trainer GPU in every phase."""
-    return [_fullest_stage(job, candidate.trainer_only, phase) for phase in list_phases(job)]
+    trainer = candidate.trainer_only
+    return [_fullest_stage(job, trainer, phase) for phase in list_phases(job)]
 
 
 def list_engine_parts(job: Workload, candidate: Candidate) -> list[dict[str, float]]:

@@ -120,10 +120,11 @@ class Planner:
         return replace(estimate, memory=memory, spare=self._count_spare(memory), sync=traffic, seconds=seconds)
 
     def search(self, count: int) -> SearchResult:
-        """Return the `count` fastest candidates, one per training layout, with its best engines; those that no batch script starts come last.
+        """Return the `count` fastest candidates, one per training layout, with its best engines. Those that no batch script starts come
+        last.
 
-        Trainers and engines are rated separately, and each pair from these ratings. Only the best pairs get an estimate of the sync, because
-        a sync takes a second and a step takes minutes.
+        Trainers and engines are rated apart, and each pair by these ratings. Only the best pairs get an estimate of the sync, because it
+        takes a second and a step takes minutes.
         """
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], _Rating] = {}
@@ -224,14 +225,15 @@ class Planner:
     def refuses(self, candidate: Candidate) -> bool:
         """Return whether the rules of `train` refuse the layouts. Each side is checked beside one rank of the other."""
         layout = candidate.train
-        sides = {
-            (layout.tp, layout.cp, layout.ep, layout.etp): (Needs.LAYOUT, candidate.trainer_only),
-            (candidate.rollout_tp, candidate.rollout_ep): (Needs.ENGINE, replace(candidate, train=Layout())),
-        }
-        for sizes, (about, side) in sides.items():
-            if sizes not in self._refused:
-                self._refused[sizes] = any(find_mistakes(side.facts(self.job, self.cluster), PLAN | LAYOUTS, about))
-        return any(self._refused[sizes] for sizes in sides)
+        trainer, engine = (layout.tp, layout.cp, layout.ep, layout.etp), (candidate.rollout_tp, candidate.rollout_ep)
+        if trainer not in self._refused:
+            self._refused[trainer] = self._breaks_rules(candidate.trainer_only, Needs.LAYOUT)
+        if engine not in self._refused:
+            self._refused[engine] = self._breaks_rules(replace(candidate, train=Layout()), Needs.ENGINE)
+        return self._refused[trainer] or self._refused[engine]
+
+    def _breaks_rules(self, candidate: Candidate, about: Needs) -> bool:
+        return any(find_mistakes(candidate.facts(self.job, self.cluster), PLAN | LAYOUTS, about))
 
     def _candidates(self, nodes_per_engine: int) -> Iterator[Candidate]:
         total = self.cluster.gpus

@@ -80,7 +80,7 @@ class _Alike(NamedTuple):
     nbytes: tuple[int, ...]
     """Bytes for each of `ranks`, with scales."""
     adapter: bool
-    count: int = 1
+    times: int = 1
 
 
 def _group_alike(job: Workload, jobs: Sequence[Job]) -> list[_Alike]:
@@ -90,7 +90,7 @@ def _group_alike(job: Workload, jobs: Sequence[Job]) -> list[_Alike]:
         ranks = tuple(want.rank for want, _ in each.wants)
         return _Alike(names[1] if names[0] == "layers" else names[0], ranks, sizes, is_adapter(each.shard.name))
 
-    return [alike._replace(count=len(list(same))) for alike, same in itertools.groupby(map(describe, jobs))]
+    return [alike._replace(times=len(list(same))) for alike, same in itertools.groupby(map(describe, jobs))]
 
 
 def _count_with_scales(want: Want, rect: Rect, format: TensorFormat) -> int:
@@ -111,15 +111,15 @@ def _list_stage_flows(
     flows = [(np.zeros(0, int), np.zeros(0, int), np.zeros(0), np.zeros(0))]
     for holders, jobs in groups.items():
         senders, turn = np.array(holders) + offset, 0
-        for part, ranks, nbytes, adapter, count in jobs:
+        for part, ranks, nbytes, adapter, number in jobs:
             targets = candidate.engine_gpu(0) + np.add.outer(np.arange(candidate.engines) * candidate.rollout_tp, ranks).ravel()
             sizes = np.tile(np.array(nbytes, float) * layers[part], candidate.engines)
             away = ~np.isin(targets, senders)
             others = int(away.sum())
             if layers[part]:
-                starts = Counter((turn + number * others) % len(senders) for number in range(count))
+                starts = Counter((turn + each * others) % len(senders) for each in range(number))
                 sent = [(senders[(start + np.arange(others)) % len(senders)], away, times) for start, times in starts.items()]
-                for sources, chosen, times in (*sent, (targets[~away], ~away, count)):  # those at home, from their own GPU
+                for sources, chosen, times in (*sent, (targets[~away], ~away, number)):  # those at home, from their own GPU
                     flows.append((sources, targets[chosen], sizes[chosen] * times, sizes[chosen] * (times * adapter)))
-            turn += count * others
+            turn += number * others
     return tuple(map(np.concatenate, zip(*flows, strict=True)))  # type: ignore[return-value]

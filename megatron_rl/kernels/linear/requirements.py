@@ -81,11 +81,7 @@ def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout
 
 def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout) -> str:
     width = max(format.block or (1,))
-    alike: dict[tuple[int, int, int], int] = {}  # the first of the ranks whose shards differ by experts alone
     for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        alike.setdefault((at.pp, at.tp, at.etp), rank)
-    for rank in alike.values():
         for shard in build_megatron_shards(model, layout, layout.coordinates(rank)):
             if shard.role not in QUANTIZED_ROLES:
                 continue
