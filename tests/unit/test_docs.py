@@ -134,6 +134,10 @@ def test_every_page_is_in_the_order_of_reading():
     listed = {(ROOT / "docs" / link).resolve() for link in links}
     pages = {page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "results" and page.name != "README.md"}
     assert not (missing := sorted(str(page.relative_to(ROOT)) for page in pages - listed)), missing
+    navigation = re.findall(r"([\w./]+\.md)$", (ROOT / "tools" / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(navigation) == len(set(navigation)) and {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")} <= set(
+        navigation
+    )
 
 
 def test_default_cases_name_tests():
