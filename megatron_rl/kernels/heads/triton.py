@@ -105,13 +105,13 @@ def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch
 
 
 def turn_heads(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query `[t, heads, d]` and key `[t, groups, d]` rotated: `rotate_heads` of separate tensors without norms."""
+    """Compute `kernels.heads.reference.turn_heads`. Raise ValueError if shapes do not match."""
     return _launch(*_group(query, key), None, rotation, 0.0)
 
 
 def normalize_heads(query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norms of the heads of query `[t, heads, d]` and key `[t, groups, d]`, d a power of two: `rotate_heads` of separate tensors
-    without rotation."""
+    """Compute `kernels.heads.reference.normalize_heads`, in the order of sums of `rotate_heads`. Raise ValueError if shapes do not match or
+    the width of a head is no power of two."""
     return _launch(*_group(query, key), norms, None, eps)
 
 

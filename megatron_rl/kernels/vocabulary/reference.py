@@ -17,7 +17,6 @@ import torch
 from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.sums import reference as tree
 
-
 PARTS = 8
 
 

@@ -5,24 +5,25 @@ import triton
 import triton.language as tl
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-_COLUMNS = 4096  # logits that a program loads at a time
+_LEVELS = 12
+_COLUMNS = 1 << _LEVELS  # logits that a program loads at a time
 
 
 @triton.jit
-def _add_pairs(values, COUNT: tl.constexpr):
-    """Return the sum of COUNT numbers, a power of two, by a tree of neighbors: one order for any layout, which `tl.sum` follows. The layout
-    depends on the dtype and the alignment of the logits."""
-    count: tl.constexpr = COUNT // 2
-    if COUNT == 1:
-        return tl.sum(values, axis=0)
-    a, b = tl.split(tl.reshape(values, (count, 2)))
-    return _add_pairs(a + b, count)
+def _add_pairs(values, LEVELS: tl.constexpr):
+    """Return the sum of 2^LEVELS numbers by a tree of neighbors: one order for any layout. `tl.sum` follows the layout, which depends on the
+    dtype and the alignment of the logits."""
+    for _ in tl.static_range(LEVELS):
+        a, b = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
+        values = a + b
+    return tl.sum(values, axis=0)
 
 
 @triton.jit
-def summarize_row(logits, columns, result, stride, width, temperature, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
+def summarize_row(logits, columns, result, stride, width, temperature, SCALED: tl.constexpr, LEVELS: tl.constexpr):
     """One program per row and part of logits [n, parts * width], rows `stride` apart: result [parts, n, 4]. The sums are rescaled whenever
     a larger logit is found."""
+    COLUMNS: tl.constexpr = 1 << LEVELS
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * stride + part * width
     largest = tl.full([], -1e38, tl.float32)  # finite, so that largest - largest is 0
@@ -48,8 +49,8 @@ def summarize_row(logits, columns, result, stride, width, temperature, SCALED: t
         at_target = tl.div_rn(at_target, at_target * 0.0 + temperature)
     result += (part * tl.num_programs(0) + row) * 4
     tl.store(result, largest)
-    tl.store(result + 1, _add_pairs(total, COLUMNS))
-    tl.store(result + 2, _add_pairs(moment, COLUMNS))
+    tl.store(result + 1, _add_pairs(total, LEVELS))
+    tl.store(result + 2, _add_pairs(moment, LEVELS))
     tl.store(result + 3, at_target)
 
 
@@ -72,8 +73,7 @@ def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float, p
     _check(logits, columns)
     result = torch.empty(parts, len(logits), 4, dtype=torch.float32, device=logits.device)
     if len(logits):
-        options = {"SCALED": temperature != 1.0, "COLUMNS": _COLUMNS}
-        width = logits.shape[1]
+        options, width = {"SCALED": temperature != 1.0, "LEVELS": _LEVELS}, logits.shape[1]
         summarize_row[(len(logits), parts)](logits, columns, result, width, width // parts, temperature, **options, **LAUNCH)
     return result
 

@@ -116,8 +116,12 @@ def score_tokens(
     return logprobs, entropies
 
 
+def _runs_kernels(hidden: torch.Tensor) -> bool:
+    return hidden.is_cuda
+
+
 def _is_fused(hidden: torch.Tensor, targets: Targets) -> bool:
-    return hidden.is_cuda and targets.kept is None
+    return _runs_kernels(hidden) and targets.kept is None
 
 
 class _TokenScores(torch.autograd.Function):
@@ -127,7 +131,7 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.logits = []
-        if hidden.is_cuda:
+        if _runs_kernels(hidden):
             keep = ctx.logits if keep_logits and targets.kept is None else None
             (logprobs, log_sums, entropies), of_all = _score_in_one_pass(hidden, weight, targets, with_entropy, keep)
             all_log_sums, entropies = of_all.log_sums, of_all.entropies
