@@ -11,8 +11,8 @@ _COLUMNS = 1 << _LEVELS  # logits that a program loads at a time
 
 @triton.jit
 def _add_pairs(values, LEVELS: tl.constexpr):
-    """Return the sum of 2^LEVELS numbers by a tree of neighbors: one order for any layout. `tl.sum` follows the layout, which depends on the
-    dtype and the alignment of the logits."""
+    """Return the sum of 2^LEVELS numbers by a tree of neighbors, in one order for any layout. `tl.sum` follows the layout, which depends on
+    the dtype and the alignment of the logits."""
     for _ in tl.static_range(LEVELS):
         a, b = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
         values = a + b
