@@ -11,6 +11,7 @@ nothing about instructions themselves, and nothing about libraries.
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,10 +92,10 @@ def _launch_norms(rows: int, alignment: int, width: int) -> dict[str, Callable[[
 
     x, weight = _at(alignment, rows, width), _at(alignment, width)
     plain = {f"sum {adds}": (x, x if adds else None, weight, 1e-6) for adds in (True, False)}
-    launches: dict[str, Callable[[], Any]] = {name: lambda given=given: norm.normalize(*given) for name, given in plain.items()}
+    launches: dict[str, Callable[[], Any]] = {name: partial(norm.normalize, *given) for name, given in plain.items()}
     if width % 128 == 0:
         for (name, given), scales in itertools.product(plain.items(), ("pow2", "fp32")):
-            launches[f"quantized {scales} {name}"] = lambda given=given, scales=scales: norm.quantize_norm(*given, scales, columns=False)
+            launches[f"quantized {scales} {name}"] = partial(norm.quantize_norm, *given, scales, columns=False)
     return launches
 
 
@@ -117,9 +118,7 @@ def _launch_log_sums(rows: int, alignment: int, vocabulary: int) -> dict[str, Ca
     targets, launches = torch.zeros(min(rows, 16), dtype=torch.int64), dict[str, Callable[[], Any]]()
     for dtype, ranks in itertools.product((torch.bfloat16, torch.float32), (1, 2, 8) if vocabulary % 8 == 0 else (1,)):
         logits = _at(alignment, len(targets), vocabulary // ranks, dtype=dtype)
-        launches[f"{dtype} tp {ranks}"] = lambda logits=logits, ranks=ranks: kernels.summarize(
-            logits, targets, 1.0, count_parts(vocabulary, ranks)
-        )
+        launches[f"{dtype} tp {ranks}"] = partial(kernels.summarize, logits, targets, 1.0, count_parts(vocabulary, ranks))
     return launches
 
 
