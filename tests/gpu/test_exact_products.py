@@ -10,7 +10,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 
 SHAPES = {"cuda": ((4096, 6144), (12288, 4096), (2048, 151936)), "cpu": ((256, 128),)}  # K, N
-TOKENS, COUNTS = {"cuda": 4096, "cpu": 96}, (1, 2, 15, 64, 65)
+TOKENS, COUNTS = {"cuda": 4096, "cpu": 96}, (1, 15, 65)
 
 
 def test_fp8(device, backends, subtests):
