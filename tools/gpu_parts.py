@@ -60,8 +60,8 @@ LAYER_TESTS = ("log_probs_and_gradients_are_close_to_emulated", "megatrons_own_b
 EXACT_TESTS = ("rows", "products", "attention")
 PARTS = (
     Part("kernels", tuple(f"test_{name}.py" for name in KERNEL_TESTS), 170, quick=True),
-    Part("exact", tuple(f"test_exact_{name}.py" for name in EXACT_TESTS), 100),
     Part("layers", tuple(f"test_layers.py::test_{name}" for name in LAYER_TESTS), 120, quick=True),
+    Part("exact", tuple(f"test_exact_{name}.py" for name in EXACT_TESTS), 100),
     _run_part("run-ipc", "sync by CUDA IPC", 120),
     _run_part("run-quickstart", "quickstart in fp8_unified", 125),
     _run_part("run-tree", "quickstart with sums by the tree", 110),
