@@ -141,3 +141,12 @@ def test_default_cases_name_tests():
     names = re.findall(r'"(test_\w+)": \d', (ROOT / "tests" / "conftest.py").read_text())
     defined = re.findall(r"^def (test_\w+)\(", "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), re.MULTILINE)
     assert len(names) > 5 and [name for name in names if defined.count(name) != 1] == []
+
+
+def test_lines_of_the_troubleshooting_page_stand_in_the_code():
+    """Each fixed part of a quoted line must be found in a script, a source file, or a test, in which long texts may be split."""
+    code = "\n".join(file.read_text() for file in list_texts() if file.suffix in (".py", ".sh"))
+    code = re.sub(r"[\"']\s*\n\s*f?[\"']", "", code).replace("\\", "")
+    lines = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(), re.MULTILINE)
+    parts = {part.strip(): line for line in lines for part in line.split("...") if part.strip()}
+    assert len(lines) > 25 and [line for part, line in parts.items() if part not in code] == []
