@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron_rl.kernels.device_copy import copy_to_device
@@ -66,30 +65,33 @@ class Draws:
         largest = _reduce(scaled.amax(-1), dist.ReduceOp.MAX)
         shifted = scaled - largest.unsqueeze(-1)
         kept = targets.keep(shifted)
-        weights = kept.exp().double()
-        cumulated = F.pad(weights.cumsum(-1), (1, 0))
+        weights = kept.exp()
+        cumulated = weights.cumsum(-1, dtype=torch.float64)
         totals = cumulated.new_zeros(parallel_state.get_tensor_model_parallel_world_size(), len(rows))
         totals[rank] = cumulated[:, -1]
         _reduce(totals)
         before, total = totals[:rank].sum(0), totals.sum(0)
-        columns, (column, is_here) = targets.find_columns(size).unsqueeze(-1), targets.find(size)
-        logs = kept.masked_fill(kept.isneginf(), 0.0).double()
-        below = cumulated.gather(-1, columns.clamp(0, size))
-        at = weights.gather(-1, column) * is_here
-        sums = [below, at, (logs * weights).sum(-1, True), (logs.square_() * weights).sum(-1, True), shifted.exp().double().sum(-1, True)]
-        below, at, first, second, whole = _reduce(torch.cat(sums, -1)).unbind(-1)
         thresholds = about[:, 1] * total - before
-        drawn = torch.searchsorted(cumulated[:, 1:].contiguous(), thresholds.unsqueeze(-1), right=True).squeeze(-1)
-        drawn = torch.where((about[:, 1] >= 0) & (thresholds >= 0) & (drawn < size), drawn + rank * size, -1)
-        lowest, left_out = kept.masked_fill(kept.isneginf(), torch.inf).amin(-1), shifted.masked_fill(~kept.isneginf(), -torch.inf).amax(-1)
-        drawn, lowest, left_out = _reduce(torch.stack([drawn.double(), -lowest.double(), left_out.double()], -1), dist.ReduceOp.MAX).unbind(
-            -1
-        )
+        drawn = torch.searchsorted(cumulated, thresholds.unsqueeze(-1), right=True).squeeze(-1)
+        drawn = torch.where((about[:, 1] >= 0) & (thresholds >= 0) & (drawn < size), drawn + rank * size, -1).double()
+        columns, (column, is_here) = targets.find_columns(size).unsqueeze(-1), targets.find(size)
+        at = weights.gather(-1, column).double() * is_here
+        below = cumulated.gather(-1, (columns - 1).clamp(0, size - 1)) * (columns > 0)
+        whole, lowest, left_out = totals[rank].unsqueeze(-1), torch.zeros_like(total), torch.zeros_like(total)
+        logs = kept
+        if targets.kept is not None:
+            is_out = kept.isneginf()
+            whole, logs = shifted.exp().sum(-1, True, dtype=torch.float64), kept.masked_fill(is_out, 0.0)
+            lowest, left_out = kept.masked_fill(is_out, torch.inf).amin(-1), shifted.masked_fill_(~is_out, -torch.inf).amax(-1)
+        weighted = logs * weights
+        moments = [values.sum(-1, True, dtype=torch.float64) for values in (weighted, weighted * logs)]
+        below, at, first, second, whole = _reduce(torch.cat([below, at, *moments, whole], -1)).unbind(-1)
+        extremes = _reduce(torch.stack([drawn, -lowest.double(), left_out.double()], -1), dist.ReduceOp.MAX)
         first, counts = first / total, torch.zeros_like(total) if targets.kept is None else (targets.kept >= 0).sum(-1).double()
-        found = [targets.tokens.double(), drawn, below / total, at / total, (at / total).log(), total.log() - first]
-        found += [second / total - first.square(), counts, total / whole, 1 / whole, -lowest, left_out]
+        found = [targets.tokens.double(), extremes[:, 0], below / total, at / total, (at / total).log(), total.log() - first]
+        found += [second / total - first.square(), counts, total / whole, 1 / whole, -extremes[:, 1], extremes[:, 2]]
         self.record.rows.append(torch.cat([about, torch.stack(found, -1)], -1))
-        self.record.sums[0] += weights.div_(total.unsqueeze(-1)).sum(0)
+        self.record.sums[0] += (1 / total).float() @ weights
         self.record.sums[1].index_add_(0, column[:, 0], is_here[:, 0].double())
 
 
