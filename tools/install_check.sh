@@ -64,7 +64,7 @@ for python in "$@"; do
     check "doctor of the CPU tier" "$diagnosis" "$run" doctor
     warm_start=("$venv/bin/python" -m examples.arithmetic.warm_start configs/quickstart.toml --warm_start.steps=20)
     check "a warm start" "warm start saved" "${warm_start[@]}"
-    check "two steps" "mismatch mean 0\.0e\+00 .*run folder: " "$run" train configs/quickstart.toml --train.steps=2
+    check "two steps" "mismatch mean 0\.0e\+00 .*report: " "$run" train configs/quickstart.toml --train.steps=2
     rm -rf runs
     if [[ $version = *", pip" && $version != *" 3.11."* ]]; then
       "${install[@]}" "$from[test]"

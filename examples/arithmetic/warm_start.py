@@ -3,7 +3,7 @@
     python -m examples.arithmetic.warm_start configs/quickstart.toml [--model FILE] [--section.key=value ...]
 
 Trainer, layout, and precision are those of the run. A second file, by default examples/arithmetic/quickstart.toml, has the sections
-`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint with FP32 weights at `model.path`. The folder appears when it
+`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint at `model.path`. The folder appears when it
 is complete, and an existing model is kept.
 """
 

@@ -96,9 +96,9 @@ def train(
 
     run_dir = run_session(loaded_config, layout)
     if _rank("RANK") == 0:
-        print(f"run folder: {run_dir}")
-        if (page := run_dir / "report.html").exists():
-            print(f"report:     {page}")
+        from megatron_rl.reporting.closing import closing_lines
+
+        print(*closing_lines(run_dir), sep="\n")
 
 
 @app.command("eval", context_settings={"ignore_unknown_options": True})
