@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$folder/tools/bin/pip" -q install uv
 git -C "$root" archive HEAD | (mkdir "$folder/source" && tar x -C "$folder/source")
 "$folder/tools/bin/pip" -q wheel --no-deps --ignore-requires-python --wheel-dir "$folder" "$folder/source"
-cp -r "$root/configs" "$folder/configs"
+cp -r "$root/configs" "$root/examples" "$folder" # examples are not installed
 cd "$folder"
 
 # check TITLE PATTERN COMMAND...: fail if the output of a command does not match.
