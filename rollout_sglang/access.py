@@ -48,6 +48,6 @@ def require_key(app: Any, key: str) -> None:
 def freeze_with_key(server_args: Any) -> None:
     """Replace `_freeze_gc_after_server_warmup`, which sends SGLang's `--api-key`."""
     try:
-        httpx.post(f"{server_args.url()}/freeze_gc", headers=_headers, timeout=_FREEZE_SECONDS).raise_for_status()
+        httpx.post(f"{server_args.url()}/freeze_gc", headers=_headers, timeout=_FREEZE_SECONDS, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
         print(f"the garbage collector was not frozen ({type(error).__name__}: {error})", file=sys.stderr, flush=True)

@@ -232,10 +232,11 @@ class EngineServer:
         self.processes, self.url, self.api_key = self._launch_spec.start_process()
 
     def connect(self) -> httpx.Client:
-        """Return an HTTP client that sends the server's key and takes completions in columns."""
+        """Return an HTTP client that sends the server's key, takes completions in columns, and ignores proxies."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Accept": f"{MEDIA_TYPE}, application/json"}
         limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS)
-        return httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
+        timeout = self._rollout.request_timeout
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
     def wait_until_ready(self) -> None:
         """Wait until the server is healthy. If another program took one of its ports, start it once more with other ports. If it ends or

@@ -144,7 +144,7 @@ def fetch_columns(columns_B: Sequence[RemoteColumns], records_kept: bool, routin
 @functools.cache
 def _connect() -> httpx.Client:
     """Return this process's client. Making one costs 50 ms."""
-    return httpx.Client(limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS))
+    return httpx.Client(limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS), trust_env=False)
 
 
 def _ask(url: str, key: str, handles: list[str], timeout: float) -> list[Answer | None]:

@@ -16,6 +16,7 @@ import psutil
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.versions import put_programs_on_path
 from megatron_rl.workers.process import die_with_parent
+from megatron_rl.workers.proxies import make_bypass
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.shards import no_garbage_collection
 from rollout_sglang import access, process, remote_columns
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> None:
 
     store, meeting = _meet_ranks(arguments[2:])
     server_args = prepare_server_args([*arguments[2:], *meeting])
+    os.environ |= make_bypass([server_args.host])  # SGLang calls itself
     remote_columns.add_routes(app)
     access.require_key(app, os.environ.pop(process.API_KEY_VARIABLE))
     scoring.start(app, Path(server_args.model_path), serves=store is not None)

@@ -123,7 +123,7 @@ def _to_user_error(error: Exception, model: HubModel, file: str, path: Path, fie
     if isinstance(error, errors.HfHubHTTPError):
         return refuse(f"cannot be downloaded: {constants.ENDPOINT} answers {reason}", "check HF_TOKEN, or try again later")
     rule = f"cannot be downloaded from {constants.ENDPOINT} ({reason}), and is not in the cache"
-    return refuse(rule, f"check the network, HF_ENDPOINT and free space in {constants.HF_HUB_CACHE}")
+    return refuse(rule, f"check the network, its proxy, HF_ENDPOINT and free space in {constants.HF_HUB_CACHE}")
 
 
 def _refuse_offline(model: HubModel, file: str, path: Path, field: str) -> UserError | None:

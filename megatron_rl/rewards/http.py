@@ -20,6 +20,7 @@ from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import hold
 from megatron_rl.types import Problem, Reward
+from megatron_rl.workers.proxies import uses_proxy
 
 _MOST_REQUESTS = 8  # maximum number of concurrent requests
 _RETRYABLE_STATUS = {429, 502, 503, 504}
@@ -35,7 +36,7 @@ class _Answer(BaseModel):
 
 
 class HttpRewardClient:
-    """Client of one server. Raise UserError if its token is missing."""
+    """Client of one server. Raise UserError if its token is missing, or if the environment names a proxy that cannot be used."""
 
     def __init__(self, part: RewardFunctionConfig) -> None:
         self._part, self._tls = part, httpx.create_ssl_context()  # loading certificates takes 0.1 s
@@ -48,6 +49,11 @@ class HttpRewardClient:
                 raise UserError("reward.functions.token_env", part.token_env, rule, f"export {part.token_env}=...")
             hold(token)
             self._headers["Authorization"] = f"Bearer {token}"
+        try:
+            self._client()
+        except (ImportError, ValueError) as error:
+            rule, fix = f"the environment's proxy cannot be used ({error})", "correct HTTPS_PROXY, HTTP_PROXY or ALL_PROXY, or set NO_PROXY"
+            raise UserError("reward.functions.url", part.url, rule, fix) from None
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
         """Return one reward per completion, in order. It has an error if the server gave none. Thread-safe; call it outside of any event
@@ -91,7 +97,8 @@ class HttpRewardClient:
         return _parse_rewards(response.content, len(texts))
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None)  # `_attempt` sets the deadline
+        # `_attempt` sets the deadline
+        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None, trust_env=uses_proxy(self._part.url))
 
 
 class _RequestError(Exception):

@@ -5,7 +5,6 @@ affects only its own episode. An error of the run, such as a lost engine, fails 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,9 @@ from megatron_rl.rollout.agents.messages import PolicyRequest
 from megatron_rl.rollout.agents.process import SERVER_ENDED, AgentProcess, AgentResult, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from megatron_rl.workers.proxies import make_bypass
 
 _log = logging.getLogger(__name__)
-_LOCAL = "127.0.0.1,localhost"
 
 
 class AgentSampler:
@@ -97,9 +96,7 @@ class AgentSampler:
         return result
 
     def _start(self, key: str, episode: AgentEpisode) -> AgentProcess:
-        # a proxy of the machine cannot reach the endpoint
-        local = {name: ",".join(filter(None, (os.environ.get(name), _LOCAL))) for name in ("NO_PROXY", "no_proxy")}
-        environment = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, **local}
+        environment = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, **make_bypass()}
         with self._lock:
             if self._closed:
                 raise EngineLostError("the agents were ended")
