@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 
 import pytest
 from support.processes import ROOT, Command
@@ -12,6 +11,7 @@ from support.train_command import LONG, finish
 from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.config import load_config
+from parallel.model_geometry import ModelGeometry
 
 SHIPPED = ROOT / "examples" / "arithmetic" / "models"
 NAMES = sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
@@ -35,9 +35,8 @@ def test_a_shipped_model_is_as_recorded_and_has_the_settings_config_and_tokenize
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (folder / file).read_bytes() == (tmp_path / "new" / file).read_bytes()
     shipped, new = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "new"))
-    dtypes = {shipped.pop(name, None) for name in ("dtype", "torch_dtype")}
-    assert dtypes - {None} == {"bfloat16"}
-    assert shipped.items() <= new.items() and new.keys() - shipped.keys() <= {"torch_dtype", "dtype"}
+    assert ModelGeometry.from_hf_config(shipped) == ModelGeometry.from_hf_config(new)
+    assert "bfloat16" in (shipped.get("dtype"), shipped.get("torch_dtype"))
 
 
 @pytest.mark.long
@@ -64,5 +63,7 @@ def test_a_model_that_is_made_anew_is_the_same_task(tmp_path):
     evaluated = finish(Command(tmp_path / "eval", "megatron_rl", "eval", config, *options, f"--log.dir={tmp_path / 'runs'}"), LONG)
     assert evaluated.code == 0, evaluated.err
     results = json.loads((tmp_path / "results" / "eval.json").read_text())
-    shutil.rmtree(new / "unused", ignore_errors=True)
-    assert results == {}
+    row = max(results["comparison"], key=lambda row: row["problems"])  # of all levels
+    assert abs(row["mean"]["value"]) < 0.15
+    if digest(new) == digest(SHIPPED / "quickstart"):
+        assert row["better"] == row["worse"] == 0

@@ -15,7 +15,18 @@ def test_a_wheel_has_the_programs_packages_and_nothing_else(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / "source")
-    command = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        tmp_path / "source",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")

@@ -22,7 +22,8 @@ def end_run(folder: Path, *rows: dict[str, object]) -> str:
      "Held-out accuracy rose from 57.0 % to 98.0 % over 2 steps; largest mismatch of trainer and engine 0 nats; "
      "81 of 81 tensors proved equal in 3 syncs"),
     ([SYNC, {"mismatch/abs_max": 0.22, "sync/tensors": 27}],
-     "No held-out accuracy was measured in 1 step; largest mismatch of trainer and engine 0.22 nats; 27 of 54 tensors proved equal in 2 syncs"),
+     "No held-out accuracy was measured in 1 step; largest mismatch of trainer and engine 0.22 nats; "
+     "27 of 54 tensors proved equal in 2 syncs"),
     ([{"mismatch/abs_max": None}], "No held-out accuracy was measured in 0 steps; largest mismatch of trainer and engine not finite"),
     ([], "No step was recorded"),
 ])  # fmt: skip
