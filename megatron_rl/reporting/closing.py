@@ -14,7 +14,7 @@ def closing_lines(run_dir: Path) -> list[str]:
     """Return three lines about a finished run. Raise UserError("RUN_DIR") if `run_dir` has no readable run."""
     page, checkpoints = run_dir / "report.html", sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
     if checkpoints:
-        following = ("export", "--checkpoint", str(checkpoints[-1]), "--output", str(run_dir / "hf"))
+        following: tuple[str, ...] = ("export", "--checkpoint", str(checkpoints[-1]), "--output", str(run_dir / "hf"))
     else:
         following = ("report", str(run_dir))
     return [
