@@ -11,10 +11,7 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout import engine
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md", "benchmarks/README.md")
-]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted(page for pattern in ("*.md", "[a-z]*/**/*.md") for page in ROOT.glob(pattern) if "runs" not in page.parts)
 CODE = [ROOT / name for name in ("megatron_rl", "rollout_sglang", "parallel", "tools", "launch", "examples", "configs", "tests")]
 RETIRED = {
     r"\b(de)?quantis\w+": "quantize",
