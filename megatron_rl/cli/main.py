@@ -22,9 +22,10 @@ from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.base import MAX_RANKS
 from megatron_rl.config.reading import parse_number, reading
-from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.errors import MegatronRLError, RunError, UserError, escape
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.observability.streams import keep_streams
+from megatron_rl.redaction import redact
 from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
@@ -252,9 +253,10 @@ def report(
         return
     if output is not None:
         raise UserError("--output", str(output), "only applies to several runs", "remove it, or add more runs")
-    from megatron_rl.reporting.report import write_report
+    from megatron_rl.reporting.report import read_facts, write_report
 
     print(f"report: {write_report(run_dirs[0])}")
+    print(escape(redact(read_facts(run_dirs[0]).state["sentence"])))
 
 
 @app.command()
