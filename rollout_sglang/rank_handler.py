@@ -55,7 +55,8 @@ REPEATABLE = {
     "ping", "describe", "activation_formats", "vocabulary", "graph", "digest", "finish", "reread", "reread digests", "served", "copies",
     "disconnect", "release",
 }  # fmt: skip
-"""Verbs of requests that may be sent twice. A second `connect`, `start`, `tap`, or `untap` would end what the first one began."""
+"""Verbs of requests that may be sent twice. A second `connect`, `start`, `record`, or `stop recording` would end what the
+first one began."""
 PENDING = "pending"  # key of an answer of a rank that has not finished
 _KV_BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 _CONVOLUTION = "conv1d.weight"

@@ -2,6 +2,7 @@
 texts nor tasks of workers pass rank 0."""
 
 import asyncio
+import atexit
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ def start(app: Any, model: Path, serves: bool) -> None:
     settings = os.environ.pop(VARIABLE, "")
     if settings and serves:
         scorer = Scorer(RewardConfig.model_validate_json(settings), print, load(model).chat_template)
+        atexit.register(scorer.__exit__)
         add_routes(app, scorer.__enter__())
 
 

@@ -1,25 +1,18 @@
-"""README and docs hold against the code: links, paths, commands, the table of models, and words that were retired."""
+"""Pages hold against the tree: links, paths, tables, retired words and tools, the tree of architecture.md, and the table of recipes."""
 
-import json
 import re
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.families import ENGINE_ARCHITECTURES
-from typer.main import get_command
+from test_layering import MAY_IMPORT, ORDER
 
-from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
-from parallel.families import FAMILIES
-from parallel.formats import FP8, INT8, MODES
-from parallel.model_geometry import ModelGeometry
-from parallel.wrappers import unwrap
+from megatron_rl.rollout import engine
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
-README = PAGES[0].read_text()
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md", "benchmarks/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 CODE = [ROOT / name for name in ("megatron_rl", "rollout_sglang", "parallel", "tools", "launch", "examples", "configs", "tests")]
 RETIRED = {
     r"\b(de)?quantis\w+": "quantize",
@@ -69,39 +62,80 @@ def test_links_and_paths_exist(page):
     assert not missing, missing
 
 
-def test_the_readme_is_short_and_its_commands_and_config_work(tmp_path):
-    assert len(README.splitlines()) <= 130
-    block = re.search(r"```toml\n(.*?)```", README, re.DOTALL)[1]
-    assert len(block.splitlines()) <= 15
-    (tmp_path / "my.toml").write_text(block)
-    assert load_config(tmp_path / "my.toml", []).precision.mode == "fp8_unified"
-    commands = set(get_command(app).commands)
-    named = re.search(r"More commands: (.*?)\n\n", README, re.DOTALL)[1]
-    assert set(re.findall(r"`(\w+)`", named)) | {"train"} == commands
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole_and_commands_have_no_placeholder(page):
+    """A blank line within a table shows its other rows as raw text. `git+URL` and the like cannot be run."""
+    text = page.read_text()
+    blocks = [block.splitlines() for block in re.sub(r"```.*?```", "", text, flags=re.DOTALL).split("\n\n")]
+    tables = [lines for lines in blocks if lines[-1:] and re.fullmatch(r"\|.*\|", lines[-1])]
+    headless = [lines[0] for lines in tables if not any(re.fullmatch(r"\|[-|: ]+\|", line) for line in lines)]
+    assert not headless, f"a blank line splits this table: {headless}"
+    for lines in tables:
+        rows = [line for line in lines if line.startswith("|")]
+        ragged = [line for line in rows if (line.count("|") - line.count("\\|")) != rows[0].count("|") - rows[0].count("\\|")]
+        assert not ragged, ragged
+    placeholder = r"git\+(?!https://)\w+|https?://(?:example|your)[\w.-]*|<(?:url|your)[\w-]*>"
+    assert not (found := re.findall(placeholder, text, re.IGNORECASE)), found
 
 
-def read_table(title: str) -> list[list[str]]:
-    section = README.split(f"## {title}\n")[1]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    end = next((number for number, (one, other) in enumerate(pairwise(lines), 1) if other.count("|") != one.count("|")), len(lines))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end] if not line.startswith("|---")]
+def test_tools_of_old_commits_stand_in_one_table():
+    page = ROOT / "docs" / "results" / "README.md"
+    tools = dict(re.findall(r"^\| `([\w./]+)` \| ([0-9a-f]{7,10}) \|$", page.read_text(), re.MULTILINE))
+    cited, elsewhere = set(), []
+    for each in PAGES:
+        text = each.read_text()
+        elsewhere += [each.name for _ in re.findall(r"\b[0-9a-f]{7,10}:\w+[/.]", text)] if each != page else []
+        cited |= {name.partition(" ")[0] for name in re.findall(r"\[`([^`]*)`\]\([\w./]*#retired-tools\)", text)}
+    assert not elsewhere and cited == set(tools)
+    if (ROOT / ".git").exists() and not git("rev-parse", "--is-shallow-repository").startswith("true"):
+        assert [name for name, commit in tools.items() if not git("cat-file", "-t", f"{commit}:tools/{name}")] == []
 
 
-def test_the_table_of_models_matches_the_code():
-    head, *rows = read_table("Models and precision modes")
-    assert set(re.findall(r"`(\w+)`", " ".join(head))) == set(MODES)
-    families = {re.search(r"`(\w+)`", row[0])[1]: row for row in rows}
-    assert set(families) == set(FAMILIES) == set(ENGINE_ARCHITECTURES)  # test_family_engines.py runs every family of the last
-    refuses_fp8 = {name for name, row in families.items() if row[1:3] == ["CPU exact, `bf16` only", ""]}
-    assert all(row[1] == "CPU exact" for name, row in families.items() if name not in refuses_fp8)
-    refuses_int8 = refuses_fp8 | {name for name, row in families.items() if row[2] == "FP8 only"}
-    models = {name: ModelGeometry.from_hf_config(ENGINE_ARCHITECTURES[name]) for name in families}
-    for format, refusing in ((FP8, refuses_fp8), (INT8, refuses_int8)):
-        assert refusing == {name for name, model in models.items() if any(kind.refuse_engine_format(format) for kind in model.attention)}
-    shipped = re.findall(r'\("(\w+)", \[\d', (ROOT / "tests" / "rehearsal" / "test_shipped.py").read_text())
-    folders = [re.search(r'^path = "(.*)"', (ROOT / "configs" / f"{name}.toml").read_text(), re.MULTILINE)[1] for name in shipped]
-    configs = [unwrap(json.loads((ROOT / folder / "config.json").read_text())) for folder in folders]
-    rehearsed = {config["model_type"] for config in configs} | {"llama", "glm4_moe", "deepseek_v3"}  # tests/rehearsal/test_other_models.py
-    assert {name for name, row in families.items() if row[3]} == rehearsed
-    measured = {name for name, row in families.items() if row[4]}
-    assert not measured or list((ROOT / "benchmarks").glob("*/*.json"))
+def git(*words: str) -> str:
+    """Return the output of a git command, empty if it fails."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_tree_of_the_architecture_is_the_order_of_imports():
+    """The tree lists the packages of megatron_rl from the last one to the first one."""
+    lines = (ROOT / "docs" / "architecture.md").read_text().split("    megatron_rl/\n")[1].splitlines()
+    packages = [line.split()[0].rstrip("/") for line in lines if line.startswith("      ") and not line.startswith("       ")]
+    own = packages[: packages.index("config") + 1]
+    assert own == [name for name in reversed(ORDER) if (ROOT / "megatron_rl" / name).is_dir()]
+    top = {line.split("/")[0].strip() for line in lines if re.match(r"    \w+/", line)}
+    assert top == MAY_IMPORT.keys() - {"megatron_rl"} | {"tests"}
+
+
+def test_the_page_names_all_that_an_engine_must_offer():
+    section = (ROOT / "docs" / "extending.md").read_text().split("## An engine\n")[1].split("\n## ")[0]
+    methods = {name for name in vars(engine.Engine) if not name.startswith("_")}
+    table = {name for line in section.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)`", line)}
+    assert table == methods and f"has {len(methods)} methods" in section
+    launcher = {name for name in vars(engine.EngineLauncher) if name in ("check", "serve", "__call__")}
+    assert f"its launcher {len(launcher)}" in section
+
+
+def test_the_table_of_recipes_matches_the_files():
+    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.toml\) \| (.*) \|$", (ROOT / "configs" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(file.stem for file in (ROOT / "configs").glob("*.toml"))
+    for name, file, row in rows:
+        config = load_config(ROOT / "configs" / f"{file}.toml", [])
+        layout, emulated = config.train.layout, config.precision.backend == "emulated"
+        gpus = layout.tp * layout.cp * layout.pp * layout.dp
+        _, machine, precision, _ = row.split(" | ")
+        assert name == file and machine == ("two CPU cores" if emulated else f"{gpus} H100"), name
+        assert precision == f"`{config.precision.mode}`" + ", emulated" * emulated, name
+
+
+def test_every_page_is_in_the_order_of_reading():
+    links = re.findall(r"\]\(([\w./]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    listed = {(ROOT / "docs" / link).resolve() for link in links}
+    pages = {page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "results" and page.name != "README.md"}
+    assert not (missing := sorted(str(page.relative_to(ROOT)) for page in pages - listed)), missing
+
+
+def test_default_cases_name_tests():
+    """A test that is renamed would lose its cap in the default tests unnoticed."""
+    names = re.findall(r'"(test_\w+)": \d', (ROOT / "tests" / "conftest.py").read_text())
+    defined = re.findall(r"^def (test_\w+)\(", "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), re.MULTILINE)
+    assert len(names) > 5 and [name for name in names if defined.count(name) != 1] == []
