@@ -155,7 +155,7 @@ def test_a_signal_anywhere_saves_the_newest_complete_version(phase, step, number
         assert time.monotonic() - start < 300
         assert alive_after(processes, 60) == []
     assert done.code == (1 if launcher else CODES[number]), done.err  # torchrun's own exit code
-    assert f"stopped by {number.name}" in done.err and 'Traceback (most recent call last):\n  File "/' not in done.err.partition("torch")[0]
+    assert f"stopped by {number.name}" in done.err and (launcher or "Traceback" not in done.err), done.err
     check_stop(tmp_path, number.name, saved=step > 0)
 
 
