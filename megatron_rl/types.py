@@ -18,6 +18,8 @@ from uuid import UUID
 if TYPE_CHECKING:  # reward workers import this file and little else
     import numpy as np
 
+EQUAL_REWARDS = 1e-8
+"""Rewards this close, relative to the larger of them and 1, are equal: they differ by rounding errors."""
 ChatMessage = Mapping[str, Any]
 """A message in the form of chat templates: role, content, and optionally tool_calls, tool_call_id, name and reasoning_content."""
 
@@ -98,6 +100,12 @@ class RemoteColumns:
     trained_at: int | None = None  # policy version from which the tokens' `version_lags` count, or None for no lags
     prompt_tokens: int = 0
     has_text: bool = False  # whether the engine keeps the text, too
+
+
+def are_equal(rewards: Iterable[float]) -> bool:
+    """Return whether rewards differ by rounding errors only, such as sums in another order, so that nothing can be learned from them."""
+    rewards = [*rewards]
+    return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS * max(1.0, *map(abs, rewards))
 
 
 def group_by_engine(columns_B: Iterable[RemoteColumns]) -> dict[tuple[str, str], list[RemoteColumns]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from parallel.shards import GeometryError
@@ -24,7 +24,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 @dataclass(frozen=True)
 class Yarn:
     """YaRN (arXiv 2309.00071). Cosines and sines are multiplied by 0.1 ln(factor) + 1, or by the ratio of that with ln(factor) multiplied
-    by `mscale` and by `mscale_all_dim`; latent attention also corrects its softmax scale. Fields have Megatron's names."""
+    by `mscale` and by `mscale_all_dim`, and by `attn_factor`; latent attention also corrects its softmax scale. Fields have Megatron's
+    names."""
 
     rotary_scaling_factor: float
     original_max_position_embeddings: int
@@ -33,6 +34,7 @@ class Yarn:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether the pairs between which frequencies change are whole numbers
+    attn_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,12 @@ class HFConfig:
         return hidden // heads
 
     def rope(
-        self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = (), any_yarn: bool = False
+        self, *stretches: str, share: float = 1.0, any_share: bool = False, of_images: Collection[str] = (), latent: bool = False
     ) -> Rope:
         """Read rotary positions from `rope_parameters`, or in older files from `rope_theta` and `rope_scaling`. `stretches`: context
         extensions that the family supports ("llama3", "yarn"). `share`: the only supported share of a head that is rotated, or with
-        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get. `any_yarn`:
-        whether the family supports YaRN without rounding."""
+        `any_share` its default. `of_images`: fields that change nothing for text, and that an engine of text does not get. `latent`:
+        whether attention is latent, whose YaRN has no options."""
         settings = self.section("rope_parameters", "rope ") or self.section("rope_scaling", "rope ") or HFConfig({}, "rope ")
         self.read |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
         theta = settings.get("rope_theta", self.get("rope_theta"))
@@ -228,8 +230,11 @@ class HFConfig:
             theta,
             share,
             llama3_factor=_read_llama3(settings) if kind == "llama3" else None,
-            yarn=_read_yarn(settings, any_yarn) if kind == "yarn" else None,
+            yarn=_read_yarn(settings, latent) if kind == "yarn" else None,
         )
+        if "attn_factor" in settings.defaults:
+            section = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
+            self.defaults[section] = self.fields[section] | {"attn_factor": settings.defaults["attn_factor"]}
         settings.refuse_unread()
         return rope
 
@@ -246,9 +251,9 @@ def _read_llama3(settings: HFConfig) -> float:
     return settings.number("factor")
 
 
-def _read_yarn(settings: HFConfig, any_yarn: bool) -> Yarn:
+def _read_yarn(settings: HFConfig, latent: bool) -> Yarn:
     truncate = settings.with_defaults(beta_fast=32.0, beta_slow=1.0, truncate=True).flag("truncate")
-    settings.require(truncate=truncate if any_yarn else True)
+    settings.require(truncate=True if latent else truncate)
     scaled = settings.get("mscale") is not None or settings.get("mscale_all_dim") is not None
     mscale, of_all = (settings.number("mscale"), settings.number("mscale_all_dim")) if scaled else (None, None)
     yarn = Yarn(
@@ -260,6 +265,17 @@ def _read_yarn(settings: HFConfig, any_yarn: bool) -> Yarn:
         mscale=mscale,
         mscale_all_dim=of_all,
     )
-    # SGLang does not read attention_factor, so it must be what YaRN has without it
-    settings.require(attention_factor=None if scaled else 0.1 * math.log(max(yarn.rotary_scaling_factor, 1.0)) + 1.0)
-    return yarn
+    # SGLang multiplies YaRN's own factor by attn_factor, and transformers reads attention_factor instead of both
+    own, factor = _scale(yarn, mscale) / (_scale(yarn, of_all) if scaled else 1.0), settings.get("attention_factor")
+    has_attn_factor = settings.get("attn_factor") is not None
+    attn_factor = settings.number("attn_factor") if has_attn_factor else 1.0
+    if factor is not None and not math.isclose(settings.number("attention_factor"), own * attn_factor, rel_tol=1e-6):
+        if has_attn_factor or latent:
+            raise refuse("rope attention_factor", factor, f"YaRN's own factor times attn_factor, {own * attn_factor:.6g}, if any")
+        attn_factor = settings.defaults["attn_factor"] = settings.number("attention_factor") / own
+    settings.require(attn_factor=1.0 if latent else settings.get("attn_factor"))
+    return replace(yarn, attn_factor=attn_factor)
+
+
+def _scale(yarn: Yarn, multiplier: float | None) -> float:
+    return 0.1 * (multiplier or 1.0) * math.log(max(yarn.rotary_scaling_factor, 1.0)) + 1.0

@@ -102,7 +102,8 @@ class Plug:
         """Raise InputError if a function, which is `what` of the object called `name`, does not take these positional arguments."""
         rule = f"{what} must be a plain function of ({', '.join(takes)})".strip()
         if not callable(function) or inspect.iscoroutinefunction(function):
-            raise InputError(self.field, name, rule, "see docs/extending.md")
+            found = "one with async def" if callable(function) else type(function).__name__
+            raise InputError(self.field, name, f"{rule}, not {found}", "see docs/extending.md")
         try:
             with contain(f"{self.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
                 signature = inspect.signature(function)

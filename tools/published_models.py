@@ -32,7 +32,8 @@ rules of `megatron-rl plan`. No weights were read. The fields come from copies o
 their published values; nested sections of refused models are left out. *Published*: the bytes in the checkpoint's safetensors index, two
 for each parameter, or the number of parameters that the model card or the hub names. Each agrees with the counted *parameters*, which
 exclude layers for multi-token prediction (MTP) and vision towers. *Cache*: bytes per token of all layers in BF16, and the size of the
-states of gated delta nets per request, with `rollout.tp = 1`.
+states of gated delta nets per request, with `rollout.tp = 1`. *At most 2,048 tokens*: the longest prompt and completion together, up to
+which sparse attention selects every token.
 
 | model | family | parameters | published | cache | checkpoint |
 |---|---|---|---|---|---|
@@ -69,7 +70,7 @@ def describe(line: dict[str, Any]) -> Row:
     return Row(
         name,
         (
-            f"`{job.model.family}`",
+            f"`{job.model.family}`" + (f", at most {most:,} tokens" if (most := job.model.most_tokens) else ""),
             f"{parameters:,}",
             published,
             cache,

@@ -7,9 +7,9 @@
     batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    the same, but each completion counts once
     max_rl         (r_i - mean(r)) / mean(r), 0 if all are 0        MaxRL, arXiv 2602.02710
 
-m and v are the mean and sample variance of c over all tokens, so a completion counts as often as it has tokens. Groups with equal rewards,
-and groups with a single counted completion, get exactly 0 (c_i = 0 in token_std). With `kl_in = "reward"`, r_i is the reward minus kl_coef
-times the KL estimate summed over the completion's tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
+m and v are the mean and sample variance of c over all tokens, so a completion counts as often as it has tokens. Groups with equal rewards
+(`types.are_equal`), and groups with a single counted completion, get exactly 0 (c_i = 0 in token_std). With `kl_in = "reward"`, r_i is the
+reward minus kl_coef times the KL estimate summed over the completion's tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError, as_run_error
 from megatron_rl.plugs import ADVANTAGES
+from megatron_rl.types import EQUAL_REWARDS
 
 _EPSILON = 1e-6
 
@@ -43,7 +44,8 @@ def group_mean(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     centered = counted * (rewards - (counted * rewards).sum(1, keepdim=True) / _members(counted))
     largest = rewards.masked_fill(~counted, -torch.inf).amax(1, keepdim=True)
     smallest = rewards.masked_fill(~counted, torch.inf).amin(1, keepdim=True)
-    return centered.masked_fill(largest == smallest, 0.0)  # the mean is rounded, so equal rewards would not give exactly 0
+    scale = EQUAL_REWARDS * torch.maximum(largest.abs(), smallest.abs()).clamp(min=1)
+    return centered.masked_fill(largest - smallest <= scale, 0.0)  # a rounding error divided by a standard deviation would be a signal
 
 
 def group_std(rewards: torch.Tensor, counted: torch.Tensor, std: str = "sample") -> torch.Tensor:

@@ -8,7 +8,7 @@ In a group with equal rewards r, the penalties p alone determine the advantages:
 from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_rl.types import Completion, Reward
+from megatron_rl.types import Completion, are_equal
 
 
 def compute_overlong_penalty(length: int, longest: int, share: float, penalty: float) -> float:
@@ -26,12 +26,11 @@ def center_lone_penalties(advantages_B: Sequence[float], completions_B: Sequence
     for start in range(0, len(advantages_B), group_size):
         counted = [number for number in range(start, start + group_size) if not completions_B[number].reward.excluded]
         penalties = {number: completions_B[number].length_penalty for number in counted}
-        if len({*penalties.values()}) > 1 and len({_identify(completions_B[number].reward) for number in counted}) == 1:
+        rewards = [completions_B[number].reward for number in counted]
+        parts = {label for reward in rewards for label in reward.parts}
+        constant = all(are_equal(reward.parts.get(label, 0.0) for reward in rewards) for label in parts)
+        if len({*penalties.values()}) > 1 and constant and are_equal(reward.value for reward in rewards):
             mean = fmean(penalties.values())
             for number, penalty in penalties.items():
                 advantages_B[number] = penalty - mean
     return advantages_B
-
-
-def _identify(reward: Reward) -> tuple[float, frozenset[tuple[str, float]]]:
-    return reward.value, frozenset((label, value) for label, value in reward.parts.items() if value)

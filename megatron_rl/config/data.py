@@ -221,7 +221,7 @@ class DataConfig(ConfigSection):
     def _template(self) -> Self:
         if "{question}" not in self.prompt_template:
             raise ValueError(f"prompt_template {self.prompt_template!r} must contain {{question}}")
-        if self.prompt_template_file and "prompt_template" in self.model_fields_set:
+        if self.prompt_template_file and self.prompt_template != type(self).model_fields["prompt_template"].default:
             raise ValueError("prompt_template and prompt_template_file exclude each other; leave one of them out")
         if self.system_prompt and not self.chat:
             raise ValueError("system_prompt needs chat = true, because only a chat template uses a system message")

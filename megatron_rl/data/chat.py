@@ -8,6 +8,7 @@ fields that other rows have.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from megatron_rl.data.formats import RowError, parse_json, read_text
 from megatron_rl.types import ChatMessage
 
+_log = logging.getLogger(__name__)
+_said: set[str] = set()  # columns about which `say_dropped` has warned
 _ROLES = ("system", "user", "assistant", "tool")
 _TEXTS = ("reasoning_content", "name", "tool_call_id")
 """Text fields of a message, apart from role and content, that chat templates use."""
@@ -32,7 +35,9 @@ def split_chat(messages: Any, name: str, tools: Sequence[Mapping[str, Any]] | No
     """
     if not isinstance(messages, list) or not messages:
         shape = '[{"role": "user", "content": "..."}]'
-        raise RowError(f"the field {name} must be a list of messages {shape}, not {type(messages).__name__}")
+        raise RowError(
+            f"the field {name} must be a list of messages {shape}, not {'an empty one' if messages == [] else type(messages).__name__}"
+        )
     chat = [_read_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
     _check_calls(chat, name, tools)
     reply = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
@@ -40,6 +45,15 @@ def split_chat(messages: Any, name: str, tools: Sequence[Mapping[str, Any]] | No
         roles = ", ".join(message["role"] for message in messages)
         raise RowError(f"the field {name} must end with a user message, or a user and an assistant message; its roles are {roles}")
     return tuple(chat[:-1]), chat[-1]["content"], reply
+
+
+def say_dropped(reply: str, name: str) -> None:
+    """Warn once that the assistant message at the end of the column `name` is neither asked nor the gold answer."""
+    if reply and name not in _said:
+        _said.add(name)
+        _log.warning(
+            "the assistant message at the end of %s is left out: the policy begins its response, and the gold answer is elsewhere", name
+        )
 
 
 def read_tools(tools: Any, name: str) -> tuple[Mapping[str, Any], ...]:

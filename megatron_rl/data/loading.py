@@ -16,7 +16,7 @@ from megatron_rl.data.files import SOURCE_FIX
 from megatron_rl.data.left_out import HELD_OUT, REPEATED, TOO_LONG, UNANSWERED, LeftOut
 from megatron_rl.data.orders import ProblemOrder, check_difficulty, compute_fingerprint, order_by_difficulty, shuffle_epochs
 from megatron_rl.data.own_source import ProblemGenerator, check_generator, load_generator
-from megatron_rl.data.prompt_template import describe_format, make_prompt_formatter, read_template
+from megatron_rl.data.prompt_template import describe_format, list_oddities, make_prompt_formatter, read_template
 from megatron_rl.data.sets import ProblemSet, make_key, make_question_key, read_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError, as_user_error
@@ -65,7 +65,7 @@ def check_data(data: DataConfig, model: Path) -> tuple[ProblemStream, list[Probl
         held_out = loader.read_held_out()
         orders = [loader.order(source) for source in data.train]
     first = [order.at(position) for order in orders for position in range(_FIRST_PROBLEMS)]
-    return mix_orders(orders, [source.weight for source in data.train]), [*first, *held_out]
+    return loader.mix(orders), [*first, *held_out]
 
 
 def _uses_difficulty(source: DataSourceConfig) -> TypeGuard[TrainDataSourceConfig]:
@@ -110,13 +110,22 @@ class _Loader:
         """`quiet`: log no numbers."""
         self._data, self._builder, self._quiet = data, _PromptBuilder(data, tokenizer), quiet
         self._format = describe_format(data, tokenizer)
+        for oddity in () if quiet else list_oddities(data, tokenizer):
+            _log.warning("%s", oddity)
         self._reserved: dict[bytes, str] = {}  # overlap key and id of each held-out problem
         self._seen: dict[bytes, str] = {}  # row key and id of each training problem
 
     def read(self) -> tuple[ProblemStream, list[Problem]]:
         """Return the stream of training problems and the held-out problems to score."""
         scored, sources = self.read_held_out(), self._data.train
-        return mix_orders([self.order(source) for source in sources], [source.weight for source in sources]), scored
+        return self.mix([self.order(source) for source in sources]), scored
+
+    def mix(self, orders: Sequence[ProblemOrder]) -> ProblemStream:
+        """Return the stream of the training sets' orders."""
+        stream = mix_orders(orders, [source.weight for source in self._data.train])
+        template, *chat = self._format
+        stream.templates = {"data.prompt_template_file": compute_fingerprint(template), "data.chat": compute_fingerprint(*chat)}
+        return stream
 
     def read_held_out(self) -> list[Problem]:
         """Return the held-out problems to score."""

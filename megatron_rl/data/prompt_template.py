@@ -87,6 +87,18 @@ def describe_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tup
     return read_template(data), *chat
 
 
+def list_oddities(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return what a user may not expect of the prompts."""
+    from megatron_rl.hf.chat_template import ChatTemplate
+
+    oddities = []
+    if data.prompt_template_file and read_template(data).endswith("\n"):
+        oddities.append(f"{data.prompt_template_file} ends with a line break, which is part of every prompt")
+    if data.chat and not ChatTemplate(tokenizer, data).has_generation_prompt():
+        oddities.append(f"the chat template of {tokenizer.name_or_path} has no generation prompt, so prompts end with the user's message")
+    return oddities
+
+
 def read_template(data: DataConfig) -> str:
     """Return the text around each question. Raise UserError if the file cannot be read or does not contain `{question}`."""
     file = data.prompt_template_file

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.data import ColumnsConfig, DataConfig, DataSourceConfig
 from megatron_rl.config.hub import HUB_PREFIX
-from megatron_rl.data.chat import check_own_chat, read_tools, split_chat
+from megatron_rl.data.chat import check_own_chat, read_tools, say_dropped, split_chat
 from megatron_rl.data.files import SOURCE_FIX, Row, read_file_rows, read_hub_rows, select_columns
 from megatron_rl.data.formats import (
     ProblemRow,
@@ -132,6 +132,7 @@ def read_columns(columns: ColumnsConfig, row: Mapping[str, Any]) -> ProblemRow:
     if not question.strip():
         raise RowError(f"the field {columns.messages or columns.question} is empty")
     if columns.answer:
+        say_dropped(reply, columns.messages)
         answer = _find(row, columns.answer, "answer")
         reply = "" if is_blank(answer) else read_answer(answer, columns.answer, structured=True)
     return ProblemRow(question, reply.strip(), level, history, tools, pass_rate)

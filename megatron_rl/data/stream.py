@@ -18,6 +18,7 @@ class ProblemStream:
     def __init__(self, order: ProblemOrder, shares: Mapping[DifficultyEpochs, float] | None = None) -> None:
         """`shares`: share in the stream of each set whose epochs have state."""
         self._order, self._position, self._shares = order, 0, shares or {}
+        self.templates: dict[str, str] = {}  # fingerprint of each part of the prompts' format, by the field that decides it
         self._left_out: list[int] = []  # positions below `_position` that are to be drawn again, ascending
 
     def draw(self, n: int, most_again: int | None = None) -> dict[int, Problem]:
@@ -72,6 +73,8 @@ class ProblemStream:
         while left_out and left_out[-1] == position - 1:
             position = left_out.pop()
         state: dict[str, Any] = {"position": position, "fingerprint": self.fingerprint}
+        if self.templates:
+            state["templates"] = self.templates
         if left_out:
             state["left_out"] = left_out
         if not self._shares:

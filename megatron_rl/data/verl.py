@@ -12,7 +12,7 @@ A list or an object in `ground_truth` becomes JSON text in `Problem.answer`. All
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.data.chat import split_chat
+from megatron_rl.data.chat import say_dropped, split_chat
 from megatron_rl.data.formats import ColumnError, ProblemRow, RowError, is_blank, read_answer
 
 
@@ -23,7 +23,8 @@ def read_row(row: Mapping[str, Any]) -> ProblemRow:
         raise ColumnError("reward_model.ground_truth")
     if "prompt" not in row:
         raise ColumnError("prompt")
-    history, question, _ = split_chat(row["prompt"], "prompt")
+    history, question, reply = split_chat(row["prompt"], "prompt")
+    say_dropped(reply, "prompt")
     if not question.strip():
         raise RowError("the field prompt has an empty question")
     gold = reward_model["ground_truth"]

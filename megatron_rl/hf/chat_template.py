@@ -21,6 +21,11 @@ class ChatTemplate:
         self._tokenizer, self._kwargs = tokenizer, data.chat_template_kwargs
         self._options = {"strftime_now": now.strftime, **data.chat_template_kwargs}
 
+    def has_generation_prompt(self) -> bool:
+        """Return whether the template begins the assistant's message."""
+        question = [{"role": "user", "content": "What is 1 + 1?"}]
+        return self.render(question) != self._tokenizer.apply_chat_template(question, tokenize=False, **self._options)
+
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat up to where the assistant begins to respond. Raise what the template raises."""
         text: str = self._tokenizer.apply_chat_template(

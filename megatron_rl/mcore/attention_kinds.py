@@ -17,7 +17,7 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def _softmax_options(kind: SoftmaxAttention) -> dict[str, Any]:
-    scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim") if kind.rope.yarn else ()
+    scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "attn_factor") if kind.rope.yarn else ()
     return {
         "num_attention_heads": kind.heads,
         "num_query_groups": kind.kv_heads,
@@ -45,7 +45,8 @@ def _latent_options(kind: LatentAttention) -> dict[str, Any]:
     }
     if kind.rope.yarn is None:  # Megatron scales the softmax by the rotary scaling factor even without YaRN
         return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return {**options, "rope_type": "yarn", **{name: value for name, value in asdict(kind.rope.yarn).items() if name != "truncate"}}
+    yarn = {name: value for name, value in asdict(kind.rope.yarn).items() if name not in ("truncate", "attn_factor")}
+    return {**options, "rope_type": "yarn", **yarn}
 
 
 _OPTIONS: dict[type[AttentionKind], Callable[[Any], dict[str, Any]]] = {

@@ -37,6 +37,7 @@ class QuantizedTransformerConfig(TransformerConfig):
     yarn_rotary_scaling_factor: float = 1.0  # with the next two, what Megatron's plain attention multiplies cosines and sines by
     yarn_mscale: float | None = None
     yarn_mscale_all_dim: float | None = None
+    yarn_attn_factor: float = 1.0  # what they are multiplied by on top of that
     trained_mtp_layers: int = 0
     """Number of trained MTP layers. Megatron's own `mtp_num_layers` stays unset, since it would change the model's forward pass and its
     embedding gradient."""

@@ -11,6 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.base import flatten
 from megatron_rl.config.errors import find_nearest_field
 from megatron_rl.config.reading import READ_ERRORS
+from megatron_rl.data import ProblemStream
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_folder import check_written_files, read_run
@@ -54,14 +55,24 @@ class ResumedRun:
         changed = (name for name in self.changes if name.startswith("data.") and _may_change(name) is EQUAL)
         return [name for name in changed if not self.is_named(name)]
 
-    def check_problems(self, fingerprint: str) -> None:
+    def check_problems(self, stream: ProblemStream) -> None:
         """Raise UserError if the newest checkpoint was trained on other problems, unless the change is named."""
         states = (_read_state(folder) for folder in checkpoints.list_newest_first(self.folder))
-        saved = next((state["data"].get("fingerprint") for state in states if state.get("data")), fingerprint)
-        if saved == fingerprint or self.may_have_other_problems:
+        saved: dict[str, Any] = next((state["data"] for state in states if state.get("data")), {})
+        if saved.get("fingerprint", stream.fingerprint) == stream.fingerprint or self.may_have_other_problems:
             return
         if self._unnamed_data:
             raise self.refuse(self._unnamed_data[0], "the problems or their order are others than those of its checkpoint")
+        for field, template in stream.templates.items():
+            if saved.get("templates", {}).get(field, template) != template:
+                what = "the file" if field == "data.prompt_template_file" else "the tokenizer's chat template"
+                rule, fix = f"{what} has changed since the checkpoint, so prompts differ", f"restore it, or allow the change: {_ALLOW}"
+                raise UserError(
+                    field,
+                    self.config.data.prompt_template_file if field.endswith("file") else True,
+                    rule,
+                    f"{fix} = {_add(self.config, field)}",
+                )
         rule, fix = "are others than those of the resumed run, although the fields are equal", "restore the files, or allow the change"
         raise UserError("data", None, f"the problems or their order {rule}", f"{fix}: {_ALLOW} = {_add(self.config, 'data.train.source')}")
 
@@ -71,7 +82,7 @@ def resumed_run_has_the_same_settings(facts: Facts) -> None:
     run = find_run_to_resume(facts.config)
     if run is not None:
         stream = facts.problems if run.config.data == facts.config.data else Facts(run.config).problems
-        run.check_problems(stream.fingerprint)
+        run.check_problems(stream)
 
 
 @rule(Needs.TRAINER)

@@ -28,16 +28,11 @@ _NO_UNIT = re.compile(
 )
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
-_UNITS_IN_WORDS = [
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
-    "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-]  # fmt: skip
-_TENS_IN_WORDS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_IN_WORDS = re.compile(
-    rf"(?:({'|'.join(_TENS_IN_WORDS)})(?:[\s-]+({'|'.join(_UNITS_IN_WORDS[1:10])}))?|({'|'.join(_UNITS_IN_WORDS)}))"
-    r"(?=(?:\s+[^\W\d_]+)?[\s.]*$)",
-    re.IGNORECASE,
-)
+_ONES = "zero|one|two|three|four|five|six|seven|eight|nine"
+_TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_IN_WORDS = dict(zip(f"{_ONES}|{_TEENS}|{_TENS}".split("|"), [*range(20), *range(20, 100, 10)], strict=True))
+_WORDS = re.compile(rf"(?:({_TENS})[\s-]+(?={_ONES}))?({'|'.join(_IN_WORDS)})(?=(?:\s+[^\W\d_]+)?[\s.]*$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,20 +46,22 @@ class Number:
 
     def equals(self, gold: Number) -> bool:
         """Return whether the numbers are equal. A missing unit is equal to every unit, and 20 % equals 20 and 0.2. A decimal equals a
-        fraction that it represents with six significant digits, and a decimal that a rounding error of a float separates from it."""
+        fraction without finite decimals that it represents with six significant digits, and a decimal that a rounding error of a float
+        separates from it."""
         if self.unit and gold.unit and self.unit != gold.unit:
             return False
         scales = {Fraction(1), Fraction(1, 100)} if (self.unit == "%") != (gold.unit == "%") else {Fraction(1)}
         values = {self.value * scale for scale in scales} if self.unit == "%" else {self.value / scale for scale in scales}
-        tolerance = Fraction(1, 10**6) if self.exact != gold.exact else Fraction(0 if self.exact else 1, 10**14)
+        endless = any(not _ends(number.value) for number in (self, gold))
+        tolerance = Fraction(1, 10**6) if endless and self.exact != gold.exact else Fraction(0 if self.exact or gold.exact else 1, 10**14)
         return any(abs(value - gold.value) <= tolerance * max(abs(value), abs(gold.value)) for value in values)
 
 
 def parse_number(text: str) -> Number | None:
     """Return the number that `text` consists of, with at most a unit after it, or None."""
     text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip())).strip()
-    if words := _IN_WORDS.match(text):
-        text = _words_to_digits(words) + text[words.end() :]
+    if words := _WORDS.match(text):
+        text = str(sum(_IN_WORDS.get(word.lower(), 0) for word in words.groups(""))) + text[words.end() :]
     match = NUMBER.match(text)
     if match is None:
         return None
@@ -80,11 +77,9 @@ def parse_number(text: str) -> Number | None:
     return None if unit is None else Number(value, unit, exact)
 
 
-def _words_to_digits(match: re.Match[str]) -> str:
-    tens, ones, below_twenty = (word.lower() if word else "" for word in match.groups())
-    return str(
-        10 * (_TENS_IN_WORDS.index(tens) + 2) + _UNITS_IN_WORDS.index(ones or "zero") if tens else _UNITS_IN_WORDS.index(below_twenty)
-    )
+def _ends(value: Fraction) -> bool:
+    """Return whether a fraction has finitely many decimals."""
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def to_fraction(match: re.Match[str]) -> Fraction | None:

@@ -168,6 +168,9 @@ def _check_own(pool: RewardPool, field: str, name: str, problems: Sequence[Probl
         failure, fix = find_failure(call, problems), "correct it"
     except RunError as error:
         failure, fix = str(error), "the function is searched on Python's path and in the working directory"
+        reason = failure.partition(" could not load its functions: ")[2]
+        if reason and not reason.startswith("cannot be imported"):
+            failure, fix = reason, "see docs/guides/rewards.md"
     if failure:
         raise UserError(field, name, failure, fix)
 

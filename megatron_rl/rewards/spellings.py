@@ -5,10 +5,18 @@ import unicodedata
 from collections.abc import Callable
 
 _PUNCTUATION = {"−": "-", "﹣": "-", "‑": "-", "‐": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", "}
-_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {"’": "'", "∞": r"\infty ", "∪": r"\cup ", "π": r"\pi "}
+_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {
+    "’": "'",
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "π": r"\pi ",
+    "∅": r"\emptyset ",
+}
+_PUNCTUATION |= {"٫": ".", "٬": ",", "٪": "%", "،": ", "} | dict.fromkeys("\u200e\u200f\u061c", "")
 _WIDE = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # ＡＳＣＩＩ
 _TRANSLATION = str.maketrans(_WIDE | _PUNCTUATION)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
@@ -16,7 +24,10 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(f"[{_FRACTIONS}]"), lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
     (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
-    (re.compile(r"\{:\}"), ":"),
+    (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
+    (re.compile(r"[₀-₉]+"), lambda match: "_" + match[0].translate(_SUBSCRIPTS)),
+    (re.compile(r"(?:\\text)?\{:\}|\\colon\s*"), ":"),
+    (re.compile(r"\\varnothing\b|\\text\{(?:\\emptyset |(?:the )?empty set)\}|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions
     (re.compile("[\U0001f300-\U0001faff\u2600-\u27bf\ufe0f\u20e3]"), ""),
     (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
@@ -34,7 +45,7 @@ def normalize(text: str) -> str:
     return text
 
 
-_NOUN = r"(?:antwort|lösung|réponse|respuesta|risposta|resposta|ответ)"
+_NOUN = r"(?:antwort|lösung|réponse|respuesta|risposta|resposta|ответ|(?:ال)?(?:جواب|إجابة)(?:\s+(?:ال)?(?:نهائي|صحيح)ة?)?|پاسخ|उत्तर)"
 _FOREIGN = re.compile(rf"\b{_NOUN}|答|답은|选|正解")
 _KIND = r"(?:\s+(?:final\w*|correct\w*|corrett\w|exacte?|définitive|definitiv\w))?"
 _TRANSLATIONS = [
@@ -43,11 +54,12 @@ _TRANSLATIONS = [
     (rf"\b{_NOUN}{_KIND}\s*[—–-]\s", "answer: "),
     (rf"\b{_NOUN}{_KIND}\b", "answer"),
     (r"\b(?:n'est|no\s+es|non\s+è|não\s+é)(?:\s+pas)?\b|\b(?:ist|lautet)\s+nicht\b|\bне\b", "is not"),
+    (r"(?:\b(?:هو|هي)\s+)?(?:ليست?\b|नहीं)", "is not"),
     (r"\b(?:nicht|pas)\b", "not"),
     (r"\bc'est\b", "it is"),
-    (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|является|равен|равна|будет)\b", "is"),
-    (r"\b(?:sondern|mais|sino|ma)\b|(?<=, )а\b", "but"),
-    (r"\b(?:oder|ou|или|либо)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
+    (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|هو|هي|است|है|является|равен|равна|будет)\b", "is"),
+    (r"\b(?:sondern|mais|sino|ma|بل)\b|(?<=, )а\b", "but"),
+    (r"\b(?:oder|ou|или|либо|أو|या)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
     (r"\b(?:vielleicht|möglicherweise|wahrscheinlich|peut-être|quizás?|tal vez|возможно|может)\b", "maybe"),
     (r"\b(?:zwischen|entre|между)\b", "between"),
     (r"\b(?:nein|non|нет)\b(?=\s*[,:.!])", "no"),
@@ -55,8 +67,10 @@ _TRANSLATIONS = [
     (r"\b(?:es|это)\b", "it"),
     (r"\b(?:la|die|le)\s+(?=\(?[A-J]\b)", ""),
     (r"\b(?:weil|denn|porque|parce que|car|так как|потому что)\b", "because"),
-    (r"答案[^,.\n]{0,4}不是|(?:正解|答え)は(?=[^。\n]{0,40}?(?:ではなく|では?あり?ま?せん|ではない|じゃな))", " the answer is not "),
+    (r"(?<=[-0-9$}A-J)个])[\s,(]*(?:而|而且|并)?不是", ", not "),
+    (r"答案[^,.\n]{0,4}不是|(?:正解|答え)は(?=[^.\n]{0,40}?(?:ではなく|では?あり?ま?せん|ではない|じゃな))", " the answer is not "),
     (r"답은(?=[^.\n]{0,40}?아[니닙])", "the answer is not "),
+    (r"(?:[이가]|은|는)?\s*아니라", ", but "),
     (r"또는|아니면", " or "),
     (r"(?:ではなく|而是|,\s*(?:应该|应)?是(?=\s*[-0-9$\\A-J]))、?", ", but "),
     (r"(?<=[0-9$}A-J)])\s*(?:或者?|还是|か(?:または)?)\s*(?=[-0-9$\\A-J(]|$)", " or "),

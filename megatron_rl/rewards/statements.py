@@ -23,7 +23,7 @@ _STATEMENT = re.compile(
         \b(?:answer|ans|(?:correct|right|best)\s+(?:option|choice))s?\b["*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
           (?:\s*(?:{_BE}(?:\s*(?:therefore|thus|then|indeed|simply|just)\b,?)?|[:=])["*_`]*)+
       | \b(?:i|we)(?:'ll|'d)?\s+(?:would\s+|will\s+)?(?:choose|pick|select|go\s+with)\b(?:\s+(?:option|choice|answer))?
-      | 答案(?:应该|应当|应|就)?(?:是|为|等于|:)+ | (?:答案|故|应)?选(?:择|项)?(?:是|为|:)*\s*(?=\(?[A-J])
+      | 答案(?:应该|应当|应|就)?(?:(?:是|为|等于)\s*:?|:) | (?:答案|故|应)?选(?:择|项)?(?:是|为|:)*\s*(?=\(?[A-J])
       | (?:^|(?<=[\n\s]))(?:答|答え)\s*: | (?:答え|正解|解答)は | 정답은 | 답은
       )
     | (?P<named>(?<![^\s.,:;])(?P<what>[^\s.,:;]{{1,100}})
@@ -77,7 +77,8 @@ HEDGE = re.compile(
     re.IGNORECASE,
 )
 _GIVES_UP = re.compile(
-    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|say|solve|tell)|give up|no idea"
+    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|help|say|solve|tell)|refuse"
+    r"|(?:won't|will not) answer|cannot be (?:answered|determined|solved)|impossible to (?:answer|determine|say|tell)|give up|no idea"
     r"|not (?:sure|certain))\b",
     re.IGNORECASE,
 )
@@ -130,7 +131,8 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
         return _unbox(content) if closing and len(content) <= _LONGEST_STATEMENT else "", match.end() + len(content)
     if match["hash"]:
         content = _first_sentence(text, match.end())
-        return None if _HEADING.match(content) else (content, match.end() + len(content))
+        end = match.end() + len(content)
+        return None if _HEADING.match(content) and (text[end:].strip() or not content.strip()) else (content, end)
     if match["named"]:
         content = _unbox(match["what"])
         letters = r"^\W*[A-J]\W*$"
@@ -236,7 +238,7 @@ def _implicit_statement(tail: str) -> Statement | None:
         if sentence.strip(" .*$")
     ]
     last = next((index for index in reversed(range(len(sentences))) if re.search(r"[0-9$\\]", sentences[index])), -1)
-    if not sentences or _GIVES_UP.search(" ".join(sentences[last:])):
+    if not sentences or _GIVES_UP.search(" ".join(sentences[last - (last > 0 and not re.search("[A-Za-z]{2}", sentences[last])) :])):
         return None
     sentence = sentences[last]
     if HEDGE.search(sentence):
@@ -274,7 +276,7 @@ def strip_wrapping(stated: Statement) -> str:
         content = content.rstrip('} \n"')
     content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", clause_end.split(content, maxsplit=1)[0])
     content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
-    return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<!\d)!|\$\$)+$", "", content).lstrip("*` ")
+    return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<![\d)])(?<!\b[a-z])!|\$\$)+$", "", content).lstrip("*` ")
 
 
 def last_number(sentence: str) -> str | None:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 ThoughtMarkers = tuple[str, str]
 """Texts that begin and end a thought."""
 DEFAULT_MARKERS: ThoughtMarkers = ("<think>", "</think>")
+_CHANNELS: ThoughtMarkers = ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")  # gpt-oss
+_CHANNEL = r"(?:<\|start\|>)?(?:assistant(?: to=\S+?)?)?<\|channel\|>{}[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 _OTHER_MARKERS: tuple[ThoughtMarkers, ...] = (
-    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),  # gpt-oss: all channels up to the final one are thought
+    _CHANNELS,
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
     ("◁think▷", "◁/think▷"),  # Kimi-VL
 )
@@ -46,7 +48,8 @@ def find_markers(chat_template: str | Mapping[str, str] | None) -> ThoughtMarker
 def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = DEFAULT_MARKERS) -> Response:
     """Separate the thoughts of a completion from its answer.
 
-    Text before an end marker without a start marker is a thought too, because some chat templates begin the thought in the prompt.
+    Text before an end marker without a start marker is a thought too, because some chat templates begin the thought in the prompt. Of
+    gpt-oss, all that is not in the channel "final" is thought.
 
     Args:
         text: The completion.
@@ -55,10 +58,13 @@ def split_thought(text: str, prompt: str = "", markers: ThoughtMarkers | None = 
     """
     if markers is None:
         return Response(text, "")
-    start, end = markers
-    thinking = prompt.rstrip().endswith(start)
+    start, end = map(re.escape, markers)
+    thinking = prompt.rstrip().endswith(markers[0])
+    if markers == _CHANNELS:
+        start, end, text = _CHANNEL.format(r"(?!final\b)"), _CHANNEL.format(r"final\b"), re.sub(r"<\|(?:call|end|return)\|>", "", text)
+        thinking = not re.search(rf"{end}\s*$", prompt)
     answers, thoughts, position = list[str](), list[str](), 0
-    for match in re.finditer(f"({re.escape(end)})|{re.escape(start)}", text):
+    for match in re.finditer(f"({end})|{start}", text):
         part, position = text[position : match.start()], match.end()
         if match[1] and not thinking:  # the start marker is missing, so everything before is a thought
             thoughts += [*answers, part]

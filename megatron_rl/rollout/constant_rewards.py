@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from megatron_rl.config import Config
-from megatron_rl.types import Completion
+from megatron_rl.types import Completion, are_equal
 
 _FIRST_STEPS = 3
 
@@ -28,6 +28,6 @@ class ConstantRewards:
             for label, value in (reward.parts or {self._label: reward.value}).items():
                 self._values.setdefault(label, set()).add(value)
         for label, values in self._values.items() if self._next == self._steps and self._count > 1 else ():
-            if len(values) == 1:
+            if are_equal(values):
                 what = f"the reward {label} was {min(values):g} for all {self._count} completions of the first {self._steps} steps"
                 self._notify(f"warning: {what}, so nothing was learned from it; compare samples.jsonl with what the function expects")

@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.generation import Sampler
 from megatron_rl.rollout.groups import GroupJob, GroupSampler, RolloutBatch
 from megatron_rl.rollout.metrics import select_evenly
-from megatron_rl.types import ColumnPlace, Completion, Problem, group_by_engine
+from megatron_rl.types import ColumnPlace, Completion, Problem, are_equal, group_by_engine
 
 _SAMPLING = (
     declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
@@ -195,7 +195,7 @@ class RolloutWorker:
 
 def _has_reward_spread(group: Sequence[Completion]) -> bool:
     """Return whether the rewards differ. Length penalties do not count, since they would keep groups that are all wrong."""
-    return len({member.reward.value for member in group if not member.reward.excluded}) > 1
+    return not are_equal(member.reward.value for member in group if not member.reward.excluded)
 
 
 def _compute_group_accuracy(group: Sequence[Completion]) -> float:

@@ -18,7 +18,7 @@ def read(config: HFConfig, indexer: Indexer | None = None) -> ModelGeometry:
     config.with_defaults(first_k_dense_replace=3, n_shared_experts=1, num_nextn_predict_layers=1)
     config.with_defaults(topk_method="noaux_tc", scoring_func="sigmoid")  # SGLang has no defaults
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, rope_interleave=True, moe_layer_freq=1)
-    rope = config.rope("yarn")
+    rope = config.rope("yarn", latent=True)
     latent = LatentAttention(
         heads=heads,
         q_rank=0 if config.get("q_lora_rank", "missing") is None else config.size("q_lora_rank"),

@@ -18,7 +18,7 @@ def read(config: HFConfig) -> ModelGeometry:
     config.require(hidden_act="silu", attention_bias=True, hidden_act_alpha=1.702, swiglu_alpha=1.702, tie_word_embeddings=False)
     if not (config.get("rope_parameters") or config.get("rope_scaling")):  # transformers would make up YaRN
         raise GeometryError("config.json rope_parameters", None, "is missing", "add it, or rope_scaling")
-    rope = config.rope("yarn", any_yarn=True)
+    rope = config.rope("yarn")
     config.require(initial_context_length=rope.yarn.original_max_position_embeddings if rope.yarn else None)
     heads, dim = config.head_counts(), config.size("head_dim")
     windows = {_SLIDING: config.size("sliding_window"), _FULL: 0}

@@ -131,10 +131,11 @@ ARCHITECTURES["qwen3_yarn"] = ARCHITECTURES["qwen3"] | {"max_position_embeddings
 for _name in ("glm4_moe_air", "qwen3_moe_raw_weights"):
     ARCHITECTURES[_name] |= {"rope_scaling": YARN}
 ARCHITECTURES["glm4_yarn"] = ARCHITECTURES["glm4"] | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}
-ARCHITECTURES["llama_yarn"] = ARCHITECTURES["llama"] | {"rope_scaling": YARN}
+ARCHITECTURES["llama_yarn"] = ARCHITECTURES["llama"] | {"rope_scaling": YARN | {"attention_factor": 0.9, "truncate": False}}
 del ARCHITECTURES["llama_yarn"]["rope_theta"]  # as in Llama 2
 for _name in ("glm4", "qwen2"):
-    ENGINE_ARCHITECTURES[_name] |= {"rope_scaling": YARN}
+    ENGINE_ARCHITECTURES[_name] |= {"rope_scaling": YARN | {"attention_factor": 0.9}}
+ENGINE_ARCHITECTURES["qwen2"]["rope_scaling"] = YARN | {"attn_factor": 0.8782488562869419, "truncate": False}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,

@@ -11,7 +11,9 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout import engine
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md", "benchmarks/README.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md", "benchmarks/README.md")
+]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 CODE = [ROOT / name for name in ("megatron_rl", "rollout_sglang", "parallel", "tools", "launch", "examples", "configs", "tests")]
 RETIRED = {

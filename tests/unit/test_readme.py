@@ -103,7 +103,7 @@ def test_own_reward_and_own_loss_are_called_as_a_run_calls_them(tmp_path, monkey
         rewards = scorer.score(["it is 2", "3", "two: 2\n"], problems, [3, 1, 3])
     assert [(reward.value, reward.correct, reward.error) for reward in rewards] == [(1.0, True, ""), (0.0, False, ""), (1.0, True, "")]
     check_algorithm(AlgorithmConfig(loss="my_loss:token_losses"))
-    (tmp_path / "my_broken_loss.py").write_text((tmp_path / "my_loss.py").read_text().replace("return -ratio", "return 0 *"))
+    (tmp_path / "my_broken_loss.py").write_text((tmp_path / "my_loss.py").read_text().replace(", ratio > 2.0", ""))
     with pytest.raises(UserError, match="my_broken_loss"):
         check_algorithm(AlgorithmConfig(loss="my_broken_loss:token_losses"))
 

@@ -117,7 +117,8 @@ def test_max_rl_has_no_meaning_for_rewards_below_zero():
 def test_equal_rewards_have_no_sign(kind, size):
     """A mean of 0.1 rounds: -1.4e-11, which counted as negative in the metrics of clip and correction."""
     for value in (0.1, 0.0, 1.0):
-        assert compute_advantages([value] * 2 * size, [False] * 2 * size, AlgorithmConfig(advantage=kind), size) == [0.0] * 2 * size
+        for rewards in ([value] * 2 * size, [value, value + 1e-9] * size):
+            assert compute_advantages(rewards, [False] * 2 * size, AlgorithmConfig(advantage=kind), size) == [0.0] * 2 * size
 
 
 def test_reinforce_pp_whitens_over_tokens_and_batch_std_over_completions():

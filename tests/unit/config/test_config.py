@@ -120,7 +120,7 @@ def test_sets_have_names_and_overrides_do_not_modify_the_given_table(load):
     ("[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]", "data: 2 sets of train have the name 'x/a'; set a unique..."),
     ("[data]\nformat = 'maths'", "data.format = 'maths': must be one of gsm8k, math, deepmath, aime, verl, or your own as module:attr..."),
     ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must contain {question}"),
-    ("[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'", "data: prompt_template and prompt_template_file exclude..."),
+    ("[data]\nprompt_template = 'Q: {question}'\nprompt_template_file = 'f'", "data: prompt_template and prompt_template_file exclude..."),
     ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true, because only a chat template uses a system message"),
     ("[precision]\nbackend = 'emulate'", "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; ..."),
     (

@@ -7,7 +7,7 @@ import pytest
 from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data import check_data
-from megatron_rl.data.prompt_template import make_prompt_formatter
+from megatron_rl.data.prompt_template import list_oddities, make_prompt_formatter
 from megatron_rl.errors import UserError
 from megatron_rl.hf.tokenizer import load_tokenizer
 
@@ -55,6 +55,15 @@ def test_an_invalid_template_file_is_refused(model, tmp_path, content, wrong):
         file.write_bytes(content)
     with pytest.raises(UserError, match=f"data.prompt_template_file = .*{wrong}"):
         check_data(DataConfig(prompt_template_file=file, train="examples.arithmetic.task:Arithmetic"), model)
+
+
+def test_what_a_prompt_ends_with_is_said(tokenizer, tmp_path):
+    (tmp_path / "ask.txt").write_text("Q: {question}\n")
+    tokenizer.chat_template = "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}"
+    line, template = list_oddities(DataConfig(chat=True, prompt_template_file=tmp_path / "ask.txt"), tokenizer)
+    assert line.endswith("ask.txt ends with a line break, which is part of every prompt") and "has no generation prompt" in template
+    tokenizer.chat_template = CHATML
+    assert not list_oddities(DataConfig(chat=True), tokenizer)
 
 
 def test_the_chat_contains_template_and_system_message(chat):

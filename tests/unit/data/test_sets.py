@@ -58,6 +58,7 @@ TEXTS, CHAT = {"question": "x", "answer": "y"}, {"messages": "x"}
         (TEXTS, {"x": [1], "y": "1"}, "the field x must be a string, not list; correct or remove this row"),
         (TEXTS, {"x": " ", "y": "1"}, "the field x is empty; "),
         (TEXTS, {"x": "1", "y": True}, "the field y must be a string, not bool; "),
+        (CHAT, {"x": []}, 'the field x must be a list of messages [{"role": "user", "content": "..."}], not an empty one; '),
         (CHAT, {"x": "1+1?"}, 'the field x must be a list of messages [{"role": "user", "content": "..."}], not str; '),
         (CHAT, {"x": [{"from": "human", "value": "1"}]}, "the field x[0] must have role and content, found from, value; use a custom"),
         (CHAT, {"x": [{**USER, "role": "human"}]}, "the field x[0].role must be one of system, user, assistant, tool, not 'human'"),

@@ -94,6 +94,12 @@ def test_rotary_positions_routing_and_the_default_head_dim():
     assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
     for config in (QWEN2, QWEN3, MOE, LLAMA, ARCHITECTURES["glm4"], AIR):
         assert ModelGeometry.from_hf_config(config | {"rope_scaling": YARN_OF_CARD}).rope.yarn == Yarn(4.0, 32768, 32.0, 1.0)
+    published = YARN_OF_CARD | {"attn_factor": 0.8782488562869419}  # DeepSeek-R1-0528-Qwen3-8B
+    assert ModelGeometry.from_hf_config(QWEN3 | {"rope_scaling": published}).rope.yarn.attn_factor == 0.8782488562869419
+    for ours in ({"attention_factor": 1.0}, {"attention_factor": 1.0, "attn_factor": 0.8782488562869419}):
+        config = QWEN3 | {"rope_scaling": YARN_OF_CARD | ours}
+        engine = ModelGeometry.describe_to_engine(config)["rope_scaling"]
+        assert engine["attn_factor"] == ModelGeometry.from_hf_config(config).rope.yarn.attn_factor == pytest.approx(0.8782488562869419)
     assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, mscale=1.0, mscale_all_dim=0.7)
 
     def routing(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -123,12 +129,13 @@ ABSENT = object()
     (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope original_max_position_embeddings = None"),
-    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only 1.138"),
-    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attn_factor": 2.0}}, "rope attn_factor = 2.0: is not known"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attention_factor": 1.0, "attn_factor": 2.0}}, "attention_factor = 1.0: .*, 2.277"),
+    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"attn_factor": "2"}}, "rope attn_factor = 2: must be a positive number"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"attn_factor": 2.0}}, "rope attn_factor = 2.0: .* supports only 1.0"),
     (QWEN2, {"rope_scaling": YARN_OF_CARD | {"mscale": 1.0}}, "mscale_all_dim = None: must be a positive number"),
     (QWEN2, {"rope_scaling": YARN_OF_CARD | {"factor": "4"}}, "factor = 4: must be a positive number"),
     (QWEN3, {"rope_scaling": YARN_OF_CARD | {"beta_fast": None}}, "rope beta_fast = None: must be a positive number"),
-    (QWEN3, {"rope_scaling": YARN_OF_CARD | {"truncate": False}}, "rope truncate = False: .* supports only True"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"truncate": False}}, "rope truncate = False: .* supports only True"),
     (AIR, {"rope_scaling": YARN_OF_CARD, "rope_theta": 1.0}, "rope_theta = 1.0: must be greater than 1"),
     (QWEN3, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling = dynamic: .* supports only default and llama3 and yarn"),
     (DEEPSEEK, {"rope_scaling": YARN_OF_CARD}, "rope mscale = None: is missing"),
@@ -141,7 +148,7 @@ ABSENT = object()
     (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
     (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
     (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
-    (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only models without it"),
+    (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* supports only YaRN's own factor"),
     (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
     (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
     (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),

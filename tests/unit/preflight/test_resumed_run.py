@@ -209,6 +209,20 @@ def test_another_working_directory_changes_no_order(runs, rows, tmp_path, monkey
     assert find_run_to_resume(runs.config()).config.data.train[0].label == "first/train"
 
 
+def test_a_changed_template_is_named(runs, tmp_path):
+    file = tmp_path / "ask.txt"
+    file.write_text("Q: {question}")
+    data = {"prompt_template_file": str(file)}
+    runs.start(data=data)
+    assert runs.resume(data=data) == []
+    file.write_text("Question: {question}")
+    with pytest.raises(
+        UserError, match="data.prompt_template_file = .*: the file has changed since the checkpoint, so prompts differ; restore"
+    ):
+        runs.resume(data=data)
+    assert runs.resume(("data.prompt_template_file",), data=data) == []
+
+
 def test_problems_that_differ_are_refused_until_the_field_is_named(runs, rows):
     runs.start()
     with pytest.raises(UserError, match=r"data.seed = 3: .* which has 0: the problems or their order are others"):

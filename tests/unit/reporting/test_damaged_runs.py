@@ -6,6 +6,7 @@ import shutil
 import signal
 from base64 import b64encode
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -146,7 +147,7 @@ def check_all(run: Path) -> dict[str, str]:
 def resume(run: Path) -> None:
     found = find_run_to_resume(config(run.parent, str(run)))
     assert found is not None
-    found.check_problems("x")
+    found.check_problems(SimpleNamespace(fingerprint="x", templates={}))
     point = choose_checkpoint(run, 9)
     point.describe({"tp": 1})
     log = RunLog.reopen(run, found.config.model_dump(mode="json"), collect_versions(), {}, point.state["step"])

@@ -35,7 +35,7 @@ def _read_graded() -> Iterator[tuple[str, str, bool]]:
         if line.startswith("["):
             gold = line[1 : line.rindex("]")]
         elif line[:2] in ("+ ", "- "):
-            yield gold, line[2:] if r"\neq" in line else line[2:].replace(r"\n", "\n"), line[0] == "+"
+            yield gold, line[2:] if r"\ne" in line else line[2:].replace(r"\n", "\n"), line[0] == "+"
 
 
 def test_graded_answers_have_no_false_positive_and_hardly_a_false_negative():
@@ -122,11 +122,47 @@ def test_thoughts_are_not_paid(function):
     assert function("<think>5", _problem("5"), thinking=None).correct == (function is math_reward.reward)
 
 
+HARMONY = find_markers("<|channel|>analysis<|message|> <|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>", "6"),
+        ("<|channel|>analysis<|message|>5assistant<|channel|>commentary to=functions.f json<|message|>{}", None),
+        ("<|channel|>commentary<|message|>5<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>6<|return|>", "6"),
+        ("<|channel|>commentary<|message|>5<|end|>", None),
+        ("<|channel|>final json<|message|>6", "6"),
+        ("5", None),
+    ],
+)
+def test_of_gpt_oss_only_the_final_channel_is_an_answer(text, answer):
+    assert split_thought(text, "<|start|>assistant", HARMONY).answer == answer
+    assert split_thought("7", "<|start|>assistant<|channel|>final<|message|>", HARMONY).answer == "7"
+
+
 REPEATED = (
     *("the answer is ", "The answer is correct. ", "x is the answer ", "answer: ", "not 4, ", "no, wait ", "No, it is 6. "),
     *(r"\boxed{", r"\boxed{1}", r"\frac{1}{", "{", "}", "(", "$", "$1$ ", "1,", "1", "-", "*", "=", " ", "\n"),
     *("check the answer: ", "<answer>", "</think>", "#### ", "选"),
-    *("die Antwort ist nicht ", "答えは", "x = 1 or ", "**1** ", "a (abc ", "√(", "A. ", "twenty-one "),
+    *(
+        "die Antwort ist nicht ",
+        "答えは",
+        "x = 1 or ",
+        "**1** ",
+        "a (abc ",
+        "√(",
+        "A. ",
+        "twenty-one ",
+        "1-",
+        "1 h ",
+        "x=1,",
+        "A and ",
+        "2024-",
+        "1 to ",
+        "1.1",
+        "_2",
+    ),
 )
 COSTLY = (
     *("9^{9^{9^{9}}}", "10^{10^{10}}", "(9^9)^{999999}", "2^" * 50 + "2", "1000000!", "((9!)!)!", r"\binom{1000000}{500000}"),

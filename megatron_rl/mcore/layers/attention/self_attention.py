@@ -40,7 +40,8 @@ class PackedSelfAttention(SelfAttention):
         angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
         once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
         rounded_to = None if rope.rotates_rows(hidden_states) else self.config.params_dtype
-        self._rotation = row.make_rotation(once, interleaved, self._yarn_concentration_factor, rounded_to)
+        scale = self._yarn_concentration_factor * self.config.yarn_attn_factor
+        self._rotation = row.make_rotation(once, interleaved, scale, rounded_to)
         options["rotary_pos_emb"] = None
         try:
             return super().forward(hidden_states, attention_mask, *args, **options)
