@@ -34,7 +34,7 @@ from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_folder import read_metrics
 from megatron_rl.observability.run_log import RunLog
-from megatron_rl.observability.signals import is_second, prefer_stop_error, stopping
+from megatron_rl.observability.signals import check_stop, is_second, prefer_stop_error, stopping
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import TRAIN, Needs, check_on_rank_0
@@ -104,9 +104,10 @@ class Session:
             self.resumed, self.resume_point = found
             self.config = self.resumed.config
         models = self.resumed.models if self.resumed else hash_models(config)
-        self.log = Rank0(lambda: self._open_log(models))
-        self.folder = self.log.run(lambda log: log.dir, Path)
-        self._start_watchdog()
+        with stopping(at_once=False):  # `run` records the end of a run whose log is open
+            self.log = Rank0(lambda: self._open_log(models))
+            self.folder = self.log.run(lambda log: log.dir, Path)
+            self._start_watchdog()
 
     def _open_log(self, models: dict[str, str]) -> RunLog:
         """Create the run's folder, or reopen the folder of the resumed run. `models`: their hashes. Rank 0 only."""
@@ -244,6 +245,7 @@ class Session:
         """Train, write checkpoints and the report, and return the run's folder. A run that breaks is marked and keeps its files."""
         loop, alone = None, self.layout.world_size == 1
         try:
+            check_stop()
             loop = self._build_loop()
             with stopping(at_once=alone):
                 loop.run()
