@@ -97,8 +97,14 @@ def read_all(terminal):
 
 def test_a_terminal_that_closes_behind_dead_proxies_stops_the_run_after_the_policy_version(tmp_path):
     with on_a_terminal(tmp_path, LARGER) as (process, terminal):
-        wait_for_phase(lambda: process.poll() is not None, tmp_path, "train")
-        assert "step 1/500" in read_all(terminal)
+        shown = []
+
+        def read_and_see_the_end():  # a terminal that nobody reads would hold the run
+            shown.append(read_all(terminal))
+            return process.poll() is not None
+
+        wait_for_phase(read_and_see_the_end, tmp_path, "train")
+        assert "step 1/500" in "".join(shown)
         processes = family(process.pid)
         os.close(terminal)
         assert process.wait(LONG) == CODES[signal.SIGHUP]
