@@ -5,28 +5,38 @@ are alike, so only the first layers are checked, up to the first of the last kin
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 
 from parallel.formats import FormatOf
 from parallel.layout import EngineLayout, Layout
-from parallel.megatron_shards import build_trainer_shards
+from parallel.megatron_shards import build_trainer_shards, check_layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_block_alignment
-from parallel.sglang_shards import build_engine_shards, check_merged_layers
+from parallel.sglang_shards import build_engine_shards, check_merged_layers, check_sizes
 from parallel.shards import GeometryError
 
 
 def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
     """Return why a training layout cannot work, or None if it can."""
-    model, layout = keep_first_layers(model), keep_one_replica(layout)
-    return _catch(lambda: check_block_alignment(build_trainer_shards(model, layout, format_of=format_of), format_of))
+
+    def check() -> None:
+        few, one = keep_shapes(model, layout)
+        check_block_alignment(build_trainer_shards(few, one, format_of=format_of), format_of)
+
+    return _catch(check)
 
 
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
     """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work, or None if it can."""
-    model = keep_first_layers(model)
-    problem = _catch(lambda: check_block_alignment(build_engine_shards(model, tp, ep), format_of))
-    return problem or _catch(lambda: check_merged_layers(model, tp, format_of))
+
+    def check() -> None:
+        few = keep_first_layers(model)
+        check_sizes(few, tp, ep)
+        check_block_alignment(build_engine_shards(_keep_two_experts(few, ep), tp, ep), format_of)
+        check_merged_layers(few, tp, format_of)
+
+    return _catch(check)
 
 
 def _catch(check: Callable[[], None]) -> GeometryError | None:
@@ -79,9 +89,30 @@ def keep_first_layers(model: ModelGeometry) -> ModelGeometry:
     return replace(model, attention=model.attention[: 1 + max(map(kinds.index, model.layer_kinds))])
 
 
+def keep_shapes(model: ModelGeometry, layout: Layout) -> tuple[ModelGeometry, Layout]:
+    """Return a model and a layout of few layers, experts and ranks with the same shapes of shards. Raise GeometryError as
+    `build_megatron_shards` does for sizes that do not divide the model."""
+    model, layout = keep_first_layers(model), keep_one_replica(layout)
+    check_layout(model, layout)
+    return _keep_two_experts(model), keep_one_replica(replace(layout, ep=1, cp=1, dp=layout.dp * layout.cp))
+
+
+def _keep_two_experts(model: ModelGeometry, ep: int = 1) -> ModelGeometry:
+    """Return the model with at most two experts on each of `ep` ranks: the second one shows whether a stack of them keeps blocks whole."""
+    experts = model.experts
+    return model if experts is None else replace(model, experts=replace(experts, count=ep * min(2, experts.count // ep)))
+
+
 def keep_one_replica(layout: Layout) -> Layout:
     """Return the layout with one pipeline stage and as few replicas as possible. It has the same shards, each fewer times."""
     return replace(layout.one_stage, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
+
+
+@lru_cache(maxsize=1 << 14)
+def keep_rank_sizes(layout: Layout) -> Layout:
+    """Return `keep_one_replica` with context parallelism: a key of caches for what depends on neither stages nor replicas."""
+    ranks = layout.tp * layout.cp
+    return replace(layout.one_stage, dp=math.lcm(ranks, layout.ep * layout.etp) // ranks)
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:

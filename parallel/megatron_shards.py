@@ -115,13 +115,18 @@ def _find_holders(weight: Weight, model: ModelGeometry, layout: Layout, at: Coor
 @lru_cache(maxsize=1024)
 def _list_ranks(layout: Layout, stages: tuple[int, ...], tp: int | None, ep: int | None, etp: int | None) -> tuple[int, ...]:
     """Return the ranks of some pipeline stages at these coordinates, where None is any."""
-    width, wanted = layout.world_size // layout.pp, (tp, ep, etp)
+    wanted = tp, ep, etp
     found = []
-    for rank in (stage * width + number for stage in dict.fromkeys(stages) for number in range(width)):
-        at = layout.coordinates(rank)
-        if all(value is None or value == own for value, own in zip(wanted, (at.tp, at.ep, at.etp), strict=True)):
+    for rank, (stage, *own) in enumerate(_list_coordinates(layout)):
+        if stage in stages and all(value is None or value == each for value, each in zip(wanted, own, strict=True)):
             found.append(rank)
     return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _list_coordinates(layout: Layout) -> list[tuple[int, int, int, int]]:
+    """Return (pp, tp, ep, etp) of every rank."""
+    return [(at.pp, at.tp, at.ep, at.etp) for at in map(layout.coordinates, range(layout.world_size))]
 
 
 def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> Shard:

@@ -76,6 +76,10 @@ class ModelGeometry:
     trains_mtp: bool = False  # whether these layers are trained, as part of the last pipeline stage (`with_trained_mtp`)
     adapters: AdapterGeometry | None = None  # LoRA adapters, from the configuration's section `[lora]`
 
+    def __hash__(self) -> int:
+        """Hash few fields, because geometries are keys of caches and have hundreds of layers."""
+        return hash((self.family, len(self.attention), self.hidden, self.vocab, self.value_head, self.trains_mtp))
+
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Read a config.json. Raise GeometryError for an unknown family, a missing field, or an unsupported setting."""

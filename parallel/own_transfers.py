@@ -5,7 +5,7 @@ group of replicas serves, only those whose turn it is. No torch."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from parallel.sglang_shards import build_part, check_sizes
 from parallel.shards import Rect, Region, Shard, no_garbage_collection
 
 
-class _Want(NamedTuple):
+class Want(NamedTuple):
     """A region of a shard of every engine's rank `rank`. `place`: of part, shard and region in the rank's order."""
 
     rank: int
@@ -28,14 +28,14 @@ class _Want(NamedTuple):
     region: Region
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """Equally large rectangles of one region of the rank's own, which every engine needs."""
 
     nbytes: int
     order: int  # of the region among the rank's own
     shard: Shard
     region: Region
-    wants: list[tuple[_Want, Rect]]
+    wants: list[tuple[Want, Rect]]
 
 
 @no_garbage_collection()
@@ -51,7 +51,8 @@ def plan_own_transfers(model: ModelGeometry, train: Layout, rollout: EngineLayou
     for side in ([shard for shard, _ in held], *(shards for ranks in parts.values() for shards in ranks)):
         check_block_alignment({rank: side}, format_of)
     found: list[tuple[int, tuple[int, int, int], int, Transfer]] = []
-    for holders, jobs in _list_jobs(held, parts, format_of).items():
+    names = {region.tensor.name for shard, _ in held for region in shard.regions}
+    for holders, jobs in _list_jobs(held, _list_wants(parts, names), format_of).items():
         found += _take_turns(jobs, holders, rollout, format_of, rank)
     found.sort(key=lambda entry: entry[:3])
     return add_scale_transfers([transfer for *_, transfer in found])
@@ -64,31 +65,54 @@ def list_own_parts(model: ModelGeometry, train: Layout, rank: int) -> list[int]:
     return sorted([*ends, *(1 + layer for layer in list_stage_layers(model.layers, train, stage))])
 
 
-def _list_jobs(
-    held: Sequence[tuple[Shard, tuple[int, ...]]], parts: dict[int, list[tuple[Shard, ...]]], format_of: FormatOf
-) -> dict[tuple[int, ...], list[_Job]]:
-    """Return all jobs by the ranks that share them, large ones first."""
-    names = {region.tensor.name for shard, _ in held for region in shard.regions}
-    wants: dict[str, list[_Want]] = defaultdict(list)
+@no_garbage_collection()
+def list_all_jobs(model: ModelGeometry, train: Layout, rollout: EngineLayout, format_of: FormatOf) -> dict[tuple[int, ...], list[Job]]:
+    """Return the jobs of all trainer ranks by the ranks that take turns (`reshard`), in their order. Raise as `plan_own_transfers` does."""
+    check_sizes(model, rollout.tp, rollout.ep)
+    parts = {
+        part: [build_part(model, rollout.tp, rank, rollout.ep, part) for rank in range(rollout.tp)] for part in range(model.layers + 2)
+    }
+    for of_ranks in parts.values():
+        check_block_alignment(dict(enumerate(of_ranks)), format_of)
+    wants, jobs, first = _list_wants(parts), dict[tuple[int, ...], list[Job]](), dict[tuple[int, ...], int]()
+    for rank, at in enumerate(map(train.coordinates, range(train.world_size))):
+        first.setdefault((at.pp, at.tp, at.ep, at.etp), rank)
+    for rank in first.values():
+        held = [(shard, holders) for shard, holders in build_held_shards(model, train, rank, format_of=format_of) if holders not in jobs]
+        check_block_alignment({rank: [shard for shard, _ in held]}, format_of)
+        jobs |= _list_jobs(held, wants, format_of)
+    return jobs
+
+
+def _list_wants(parts: dict[int, list[tuple[Shard, ...]]], names: Container[str] | None = None) -> dict[str, list[Want]]:
+    """Return what every engine wants of these checkpoint tensors, or of all, by the tensor's name."""
+    wants: dict[str, list[Want]] = defaultdict(list)
     for part, ranks in parts.items():
         for rank, shards in enumerate(ranks):
             for number, shard in enumerate(shards):
                 for index, region in enumerate(shard.regions):
-                    if region.tensor.name in names:
-                        wants[region.tensor.name].append(_Want(rank, (part, number, index), shard, region))
-    jobs: dict[tuple[int, ...], list[_Job]] = defaultdict(list)
+                    if names is None or region.tensor.name in names:
+                        wants[region.tensor.name].append(Want(rank, (part, number, index), shard, region))
+    return wants
+
+
+def _list_jobs(
+    held: Sequence[tuple[Shard, tuple[int, ...]]], wants: dict[str, list[Want]], format_of: FormatOf
+) -> dict[tuple[int, ...], list[Job]]:
+    """Return all jobs by the ranks that share them, large ones first."""
+    jobs: dict[tuple[int, ...], list[Job]] = defaultdict(list)
     own = [(shard, holders, region) for shard, holders in held for region in shard.regions]
     for order, (shard, holders, region) in enumerate(own):
-        by_size: dict[int, list[tuple[_Want, Rect]]] = defaultdict(list)
-        for want in sorted(wants[region.tensor.name], key=lambda want: want[:2]):
+        by_size: dict[int, list[tuple[Want, Rect]]] = defaultdict(list)
+        for want in sorted(wants.get(region.tensor.name, ()), key=lambda want: want[:2]):
             if rect := intersect(region.tensor_rect, want.region.tensor_rect):
                 by_size[rect.rows * rect.cols * format_of(want.shard.role).element_bytes].append((want, rect))
-        jobs[holders] += [_Job(nbytes, order, shard, region, each) for nbytes, each in by_size.items()]
+        jobs[holders] += [Job(nbytes, order, shard, region, each) for nbytes, each in by_size.items()]
     return {holders: sorted(each, key=lambda job: (-job.nbytes, job.order)) for holders, each in jobs.items()}
 
 
 def _take_turns(
-    jobs: Sequence[_Job], holders: tuple[int, ...], rollout: EngineLayout, format_of: FormatOf, rank: int
+    jobs: Sequence[Job], holders: tuple[int, ...], rollout: EngineLayout, format_of: FormatOf, rank: int
 ) -> Iterator[tuple[int, tuple[int, int, int], int, Transfer]]:
     """Yield the transfers of `rank`, with what orders them, as `reshard` shares them among the holders."""
     turn, place = 0, holders.index(rank)

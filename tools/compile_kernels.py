@@ -1,6 +1,7 @@
 """Compile every Triton kernel of this project for Hopper or Blackwell, as its own function launches it, without a GPU.
 
-    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100    # or 90; 103 for B300
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100             # or 90; 103 for B300
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 90 --orders    # compare the orders of sums (kernel_orders.py)
 
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
@@ -114,6 +115,9 @@ def launch_all() -> None:
         layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
         query, key = heads_triton.rotate_heads(mixed, layout, norms)
+        heads_triton.turn_heads(query, key, rotation)
+        if norms is not None:
+            heads_triton.normalize_heads(query, key, norms, 1e-6)
         heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
     slices, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
     norm_triton.differentiate(slices, *norm_triton.normalize(slices, None, scale, 1e-6)[:2], scale, None)
@@ -176,5 +180,14 @@ def find_spill(kernel: Any, architecture: int) -> str:
     return "" if "0 bytes spill stores, 0 bytes spill loads" in line else f"{kernel.name}: {line.strip()}"
 
 
+def compare_orders(architecture: int) -> str:
+    """Return a summary of the operators whose variants all add in one order. Raise AssertionError with those that do not."""
+    import kernel_orders
+
+    differences = kernel_orders.find_differences(intercept_launches(architecture))
+    assert not differences, "\n".join(differences)
+    return f"one order for any number of rows and alignment: {', '.join(kernel_orders.list_operators())}"
+
+
 if __name__ == "__main__":
-    print(compile_all(int(sys.argv[1])))
+    print((compare_orders if "--orders" in sys.argv else compile_all)(int(sys.argv[1])))

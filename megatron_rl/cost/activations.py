@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK, VALUE_ROWS
 from megatron_rl.cost.attention import count_attention_working, list_attention_operators
@@ -10,6 +11,7 @@ from megatron_rl.cost.weights import EXPERT, count_layer_kinds, count_rank_shard
 from megatron_rl.cost.workload import Candidate, Workload
 from parallel.attention import LatentAttention
 from parallel.layout import Layout
+from parallel.layout_hints import keep_rank_sizes
 from parallel.model_geometry import LayerKind
 
 
@@ -24,8 +26,11 @@ class ActivationBytes:
 
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
     layout, is_last = candidate.train, stage == candidate.train.pp - 1
-    shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
-    layers = [(count, whole, min(whole, _kept_limit(candidate, shapes, kind))) for kind, count, whole in _stage_layers(shapes, stage)]
+    shapes = _make_shapes(job, layout)
+    layers = [
+        (count, whole, min(whole, _kept_limit(candidate, shapes, of_attention)))
+        for count, whole, of_attention in _stage_layers(shapes, layout, stage)
+    ]
     boundary = 2 * shapes.hidden_input if is_last else 0  # final norm, output layer
     mtp_layers = job.trained_mtp_layers if is_last else 0
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
@@ -46,18 +51,28 @@ def _attention_bytes(shapes: RankShapes, kind: LayerKind) -> float:
     return sum(operator.kept for operator in list_attention_operators(shapes, kind.attention))
 
 
-def _stage_layers(shapes: RankShapes, stage: int) -> list[tuple[LayerKind, int, float]]:
-    """Return (kind, number of layers, bytes of one layer) for each kind of layer of a stage."""
-    counts = count_layer_kinds(shapes.job.model, shapes.layout, stage)
-    kinds = zip(shapes.job.model.layer_kinds, counts, strict=True)
-    return [(kind, count, count_layer_activations(shapes, kind)) for kind, count in kinds if count]
+def _make_shapes(job: Workload, layout: Layout) -> RankShapes:
+    """Return the shapes on a rank of a layout, the same for all numbers of stages and replicas, so that results can be cached."""
+    return RankShapes(job, keep_rank_sizes(layout), job.tokens_per_rank(layout.cp))
 
 
-def _kept_limit(candidate: Candidate, shapes: RankShapes, kind: LayerKind) -> float:
-    """Return the most bytes of a layer that are kept. The rest is recomputed."""
+def _stage_layers(shapes: RankShapes, layout: Layout, stage: int) -> list[tuple[int, float, float]]:
+    """Return (number of layers, bytes of one layer, of which attention's) for each kind of layer of a stage."""
+    counts = count_layer_kinds(shapes.job.model, layout, stage)
+    return [(count, *sizes) for count, sizes in zip(counts, _list_layer_sizes(shapes), strict=True) if count]
+
+
+@lru_cache(maxsize=4096)
+def _list_layer_sizes(shapes: RankShapes) -> list[tuple[float, float]]:
+    """Return the bytes of a layer, and those of its attention, for each kind of layer."""
+    return [(count_layer_activations(shapes, kind), _attention_bytes(shapes, kind)) for kind in shapes.job.model.layer_kinds]
+
+
+def _kept_limit(candidate: Candidate, shapes: RankShapes, attention: float) -> float:
+    """Return the most bytes of a layer, with these of attention, that are kept. The rest is recomputed."""
     if candidate.recompute == "none":
         return math.inf
-    return shapes.hidden_input + (0 if candidate.recompute == "full" else _attention_bytes(shapes, kind))
+    return shapes.hidden_input + (0 if candidate.recompute == "full" else attention)
 
 
 def _mtp_layer_bytes(shapes: RankShapes, candidate: Candidate, decoder_layer: float) -> float:
@@ -105,6 +120,7 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(micro_batches, (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
 
 
+@lru_cache(maxsize=4096)
 def count_working(shapes: RankShapes) -> float:
     """Return the most bytes of gradients and temporary tensors of one operator of a layer.
 
@@ -136,8 +152,8 @@ def _tree_sum_bytes(shapes: RankShapes) -> float:
 def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
     """Return the activation memory of a pass without gradients: the larger of one layer and the logits."""
     layout = candidate.train
-    shapes = RankShapes(job, layout, job.tokens_per_rank(layout.cp))
-    layer = max(size for *_, size in _stage_layers(shapes, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
+    shapes = _make_shapes(job, layout)
+    layer = max(size for _, size, _ in _stage_layers(shapes, layout, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
     return max(layer, count_logits(shapes, False) if stage == layout.pp - 1 else 0)
 
 

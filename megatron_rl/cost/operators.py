@@ -174,6 +174,7 @@ class TokenFlops(NamedTuple):
     """The output layer."""
 
 
+@lru_cache(maxsize=32)
 def count_flops_per_token(job: Workload) -> TokenFlops:
     model = job.model
     attention = sum(kind.count_positions(job.mean_sequence) * kind.flops_per_position + kind.flops_per_token for kind in model.attention)

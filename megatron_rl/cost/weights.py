@@ -17,7 +17,7 @@ and moments. Layers of one kind are equal, so one layer of each kind is counted.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -68,28 +68,50 @@ class RankMemory(NamedTuple):
         return self.weights + self.blocks + self.operands
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
     """Return the actor's bytes on a trainer rank of pipeline stage `stage`. All ranks of a stage hold the same amount."""
-    shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
+    counts = _count_parts(job.model, layout, stage)
+    sizes = _count_part_memory(job, layout.tp, layout.ep, layout.etp, layout.dp * layout.cp, layout.edp)
+    parts = [size.times(count) for part, size in sizes.items() if (count := counts[part])]
     if job.trained_mtp_layers and stage == layout.pp - 1 and layout.pp > 1:  # multi-token prediction layers need the embedding
-        shards.append(RankMemory(weights=padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes))
-    return RankMemory(*map(sum, zip(*shards, strict=True)))
+        parts.append(RankMemory(weights=padded_vocabulary(job.model.vocab, layout.tp) // layout.tp * job.model.hidden * job.high_bytes))
+    return RankMemory(*map(sum, zip(*parts, strict=True)))
 
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
     """Yield (parameter, count on a rank of pipeline stage `stage`). Raise GeometryError as `build_megatron_shards` does."""
-    counts = count_layer_kinds(model, layout, stage)
-    first, last = stage == 0, stage == layout.pp - 1
+    counts = _count_parts(model, layout, stage)
     for shard, copies in _representative_shards(model, layout.tp, layout.ep, layout.etp):
-        if shard.name == _EMBEDDING:
-            yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
-        elif shard.name in (_OUTPUT, _FINAL_NORM):
-            yield shard, int(last)
-        elif shard.name.startswith(MEGATRON_PREFIX):
-            yield shard, last * copies
-        else:
-            yield shard, counts[int(shard.name.split(".")[2])] * copies
+        yield shard, copies * counts[_part_of(shard)]
+
+
+def _count_parts(model: ModelGeometry, layout: Layout, stage: int) -> dict[str, int]:
+    """Return how often a stage holds each part of a model: the embedding, a layer of each kind, and what follows the layers."""
+    first, last = stage == 0, stage == layout.pp - 1
+    counts = {str(kind): count for kind, count in enumerate(count_layer_kinds(model, layout, stage))}
+    # the last stage keeps its own copy of a tied embedding
+    return (
+        counts
+        | {_EMBEDDING: first + (last and not first and model.tied)}
+        | dict.fromkeys((_OUTPUT, _FINAL_NORM, MEGATRON_PREFIX), int(last))
+    )
+
+
+def _part_of(shard: Shard) -> str:
+    if shard.name in (_EMBEDDING, _OUTPUT, _FINAL_NORM):
+        return shard.name
+    return MEGATRON_PREFIX if shard.name.startswith(MEGATRON_PREFIX) else shard.name.split(".")[2]
+
+
+@lru_cache(maxsize=4096)
+def _count_part_memory(job: Workload, tp: int, ep: int, etp: int, replicas: int, expert_replicas: int) -> dict[str, RankMemory]:
+    """Return the bytes of each part on a rank that holds it."""
+    sizes: dict[str, list[RankMemory]] = defaultdict(list)
+    for shard, copies in _representative_shards(job.model, tp, ep, etp):
+        size = _count_shard_memory(job, shard, expert_replicas if EXPERT in shard.name else replicas)
+        sizes[_part_of(shard)].append(size.times(copies))
+    return {part: RankMemory(*map(sum, zip(*each, strict=True))) for part, each in sizes.items()}
 
 
 @lru_cache(maxsize=256)
@@ -102,31 +124,40 @@ def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> 
     return tuple((shard, per_rank if EXPERT in shard.name else 1) for shard in representatives)
 
 
-@lru_cache(maxsize=4096)
 def count_layer_kinds(model: ModelGeometry, layout: Layout, stage: int) -> tuple[int, ...]:
     """Return how many layers of a stage are of each of `model.layer_kinds`, which are the layers of `keep_one_layer_per_kind`."""
-    found = Counter(map(model.layer_kind, list_stage_layers(model.layers, layout, stage)))
-    return tuple(found[kind] for kind in model.layer_kinds)
+    return _count_kinds_by_stage(model, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)[stage]
 
 
 @lru_cache(maxsize=4096)
+def _count_kinds_by_stage(model: ModelGeometry, pp: int, vpp: int, first: int, last: int) -> tuple[tuple[int, ...], ...]:
+    layout, kinds = Layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last), model.layer_kinds
+    numbers = [kinds.index(model.layer_kind(layer)) for layer in range(model.layers)]
+    found = (Counter(numbers[layer] for layer in list_stage_layers(model.layers, layout, stage)) for stage in range(pp))
+    return tuple(tuple(counts[number] for number in range(len(kinds))) for counts in found)
+
+
 def list_extreme_stages(job: Workload, layout: Layout) -> tuple[int, ...]:
     """Return pipeline stages of which one needs the most memory: the first stage with each mix of layers, and the last stage.
 
     Of the stages with the same layers, the first has the most micro-batches in flight, and only the last has more besides: the logits.
     """
-    models = [each.model for each in (job, job.teacher) if each is not None]
+    return _list_extreme_stages(job, layout.pp, layout.vpp, layout.first_stage_layers, layout.last_stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _list_extreme_stages(job: Workload, *sizes: int) -> tuple[int, ...]:
+    by_model = [_count_kinds_by_stage(each.model, *sizes) for each in (job, job.teacher) if each is not None]
     first: dict[tuple[tuple[int, ...], ...], int] = {}
-    for stage in range(layout.pp):
-        first.setdefault(tuple(count_layer_kinds(model, layout, stage) for model in models), stage)
-    return tuple(sorted({*first.values(), layout.pp - 1}))
+    for stage, mix in enumerate(zip(*by_model, strict=True)):
+        first.setdefault(mix, stage)
+    return tuple(sorted({*first.values(), sizes[0] - 1}))
 
 
-def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemory:
+def _count_shard_memory(job: Workload, shard: Shard, replicas: int) -> RankMemory:
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert
         return RankMemory(weights=8 * size)
-    replicas = layout.edp if EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
     held = RankMemory(
         weights=0 if format.quantized else format.count_bytes(shard.shape),
@@ -187,11 +218,13 @@ def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
     return total
 
 
+@lru_cache(maxsize=256)
 def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
     """Return the bytes per token of what all layers cache on an engine rank."""
     return sum(kind.count_cache_bytes(tp, job.contract.count_kv_bytes) for kind in job.model.attention)
 
 
+@lru_cache(maxsize=256)
 def count_state_bytes_per_request(job: Workload, tp: int) -> int:
     """Return the bytes of one slot of an engine rank's pool of states: those of all layers, of one request."""
     return sum(kind.count_state_bytes(tp, job.high_bytes) for kind in job.model.attention)

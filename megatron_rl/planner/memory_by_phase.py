@@ -5,6 +5,7 @@ memory is released; while the trainer works, the engine's weights and KV cache a
 are on the device in turn. Disaggregated, each side keeps everything. Pipeline stages differ, so the GPU that needs the most decides.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -50,16 +51,29 @@ def engine_workspace(tp: int) -> int:
 def estimate_phase_memory(job: Workload, candidate: Candidate) -> list[PhaseMemory]:
     """Return the fullest GPU in every phase; if trainer and engine have their own GPUs, the fullest of each side."""
     phases = []
-    for phase in PHASES:
-        if phase in ("critic", "resume") and job.critic is None:
-            continue
-        trainer, engine = _fullest_stage(job, candidate.trainer_only, phase), _engine_parts(job, candidate, phase)
+    for phase, trainer, engine in zip(list_phases(job), list_trainer_parts(job, candidate), list_engine_parts(job, candidate), strict=True):
         if candidate.colocated:
             parts = {part: trainer.get(part, 0) + engine.get(part, 0) for part in {**trainer, **engine}}
             phases.append(PhaseMemory(phase, "all", parts))
         else:
             phases += [PhaseMemory(phase, "trainer", trainer), PhaseMemory(phase, "engine", engine)]
     return phases
+
+
+@lru_cache(maxsize=64)
+def list_phases(job: Workload) -> list[str]:
+    return [phase for phase in PHASES if phase not in ("critic", "resume") or job.critic is not None]
+
+
+def list_trainer_parts(job: Workload, candidate: Candidate) -> list[dict[str, float]]:
+    """Return the bytes by part on the fullest trainer GPU in every phase."""
+    trainer = candidate.trainer_only
+    return [_fullest_stage(job, trainer, phase) for phase in list_phases(job)]
+
+
+def list_engine_parts(job: Workload, candidate: Candidate) -> list[dict[str, float]]:
+    """Return the bytes by part on an engine's GPU in every phase."""
+    return [_engine_parts(job, candidate, phase) for phase in list_phases(job)]
 
 
 def add_ipc_contexts(memory: tuple[PhaseMemory, ...], readers: int) -> tuple[PhaseMemory, ...]:
@@ -96,10 +110,10 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     if phase in ("critic", "train"):
         trained = job if job.critic is None or phase == "train" else job.critic
         training = activations.count_training_activations(trained, candidate, stage)
-        parts["activations"] = training.kept + training.working
+        parts["activations"] = math.ceil(training.kept + training.working)
     if phase == "logprobs":
         scored = [each for each in (job, job.teacher) if each is not None]
-        parts["activations"] = max(activations.count_logprob_activations(each, candidate, stage) for each in scored)
+        parts["activations"] = math.ceil(max(activations.count_logprob_activations(each, candidate, stage) for each in scored))
     if phase == "sync":
         parts["sync"] = weights.count_sync_memory(job, candidate, stage)
     return parts | {"context": CUDA_CONTEXT_BYTES}

@@ -20,6 +20,7 @@ from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
 from parallel.layout import Layout, count_stage_layers
+from parallel.layout_hints import keep_rank_sizes
 from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
 
 DECODE_ALL_REDUCE_LATENCY = 20e-6
@@ -58,11 +59,12 @@ class StepTime:
 
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """Return the seconds of all phases except the sync."""
-    return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
+    return replace(estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
 
 
 @lru_cache(maxsize=1 << 16)
-def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
+def estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
+    """Return the seconds of the trainer's phases."""
     policy, passes = _estimate_passes(job, candidate, cluster), 2 if job.has_reference else 1
     if job.teacher is not None:
         teacher = _estimate_passes(job.teacher, candidate, cluster).logprobs / passes
@@ -90,7 +92,8 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     Args:
         products: the work in units of a forward pass; a backward pass is two.
     """
-    layer, output_layer = _estimate_layers(job, candidate, cluster, products)
+    overlaps = candidate.at_once(job, trains=products > 1) > 1
+    layer, output_layer = _estimate_layers(job, keep_rank_sizes(candidate.train), cluster, products, overlaps)
     *others, last = count_stage_layers(job.model.layers, candidate.train)
     mtp_layers = job.trained_mtp_layers if products > 1 else 0  # each computes logits of its own
     return max((last + mtp_layers) * layer + (1 + mtp_layers) * output_layer, max(others, default=0) * layer)
@@ -98,13 +101,15 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
 
 def weigh_output_layer(job: Workload, layout: Layout, cluster: Cluster) -> float:
     """Return how many decoder layers take as long in training as the output layer and the multi-token prediction layers."""
-    layer, output_layer = _estimate_layers(job, Candidate(layout), cluster, products=3)
+    overlaps = Candidate(layout).at_once(job, trains=True) > 1
+    layer, output_layer = _estimate_layers(job, keep_rank_sizes(layout), cluster, 3, overlaps)
     return (1 + job.trained_mtp_layers) * output_layer / layer + job.trained_mtp_layers
 
 
-def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> tuple[float, float]:
-    """Return the seconds of one micro-batch in a layer, and in the output layer."""
-    layout, model = candidate.train, job.model
+@lru_cache(maxsize=1 << 14)
+def _estimate_layers(job: Workload, layout: Layout, cluster: Cluster, products: int, overlaps: bool) -> tuple[float, float]:
+    """Return the seconds of one micro-batch in a layer, and in the output layer. `overlaps`: whether micro-batches take turns."""
+    model = job.model
     linear, attention, outputs = count_flops_per_token(job)
     tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
     if model.experts is not None:  # padding of the experts' rows is computed too
@@ -133,7 +138,7 @@ def _estimate_layers(job: Workload, candidate: Candidate, cluster: Cluster, prod
         moved = sum(kind.moved_heads for kind in model.attention) / model.layers
         width = moved / layout.tp * (layout.cp - 1) / layout.cp
         exchange += directions * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
-    if candidate.at_once(job, trains=products > 1) == 1:
+    if not overlaps:
         return compute + of_tokens + exchange, output_layer
     if job.contract.trainer_format.quantized:  # another micro-batch computes during the exchange
         return max(compute, of_tokens + exchange), output_layer

@@ -6,21 +6,36 @@ divide the remaining GPUs. The first and last stage get fewer layers if that bal
 is longer than a micro-batch, full recomputation if nothing else fits, and engines over several nodes if no engine of one node fits.
 """
 
-import itertools
+from __future__ import annotations
+
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 from megatron_rl.cost.hardware import Cluster
 from megatron_rl.cost.workload import Candidate, Placement, Workload
-from megatron_rl.planner.memory_by_phase import PhaseMemory, add_ipc_contexts, estimate_phase_memory, usable_bytes
-from megatron_rl.planner.roofline import StepTime, estimate_step_time, weigh_output_layer
+from megatron_rl.planner.memory_by_phase import (
+    PhaseMemory,
+    add_ipc_contexts,
+    estimate_phase_memory,
+    list_engine_parts,
+    list_phases,
+    list_trainer_parts,
+    usable_bytes,
+)
+from megatron_rl.planner.roofline import StepTime, estimate_generation, estimate_step_time, estimate_trainer, weigh_output_layer
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
-from parallel.layout import Layout, balance_stages, check_stages
+from parallel.layout import EngineLayout, Layout, balance_stages, check_stages
 from parallel.layout_hints import list_divisors
 from parallel.shards import GeometryError
+
+T = TypeVar("T")
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
@@ -41,6 +56,10 @@ class CandidateEstimate:
         return self.spare >= 0
 
     @property
+    def step(self) -> float:
+        return self.seconds.step
+
+    @property
     def seconds_by_phase(self) -> dict[str, float]:
         phases = ("generate", "logprobs", *(["critic"] if self.seconds.critic else []), "train", "sync")
         return {phase: getattr(self.seconds, phase) for phase in phases}
@@ -48,6 +67,15 @@ class CandidateEstimate:
     @property
     def fullest(self) -> PhaseMemory:
         return max(self.memory, key=lambda gpu: gpu.total)
+
+
+class _Rating(NamedTuple):
+    """A candidate with its seconds per step without the sync, and the phase in which the fullest GPU has `spare` bytes left."""
+
+    candidate: Candidate
+    spare: float
+    step: float
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -69,6 +97,9 @@ class Planner:
     def __init__(self, job: Workload, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         self._refused: dict[tuple[int, ...], bool] = {}
+        self._problems: dict[tuple[Placement, int, EngineLayout], bool] = {}
+        self._trainers: dict[Any, tuple[float, list[float]]] = {}
+        self._engines: dict[Any, tuple[float, list[float]]] = {}
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds without the sync. Raise GeometryError if a layout does not divide the model."""
@@ -89,35 +120,40 @@ class Planner:
         return replace(estimate, memory=memory, spare=self._count_spare(memory), sync=traffic, seconds=seconds)
 
     def search(self, count: int) -> SearchResult:
-        """Return the `count` fastest candidates, one per training layout, with its best engines.
+        """Return the `count` fastest candidates, one per training layout, with its best engines. Those that no batch script starts come
+        last.
 
-        Only these get an estimate of the sync, because a sync takes a second and a step takes minutes.
+        Trainers and engines are rated apart, and each pair by these ratings. Only the best pairs get an estimate of the sync, because it
+        takes a second and a step takes minutes.
         """
         tried, dropped = 0, Counter[str]()
-        fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
-        closest: CandidateEstimate | None = None
-        refused: CandidateEstimate | None = None
-        passes = (self._candidates(nodes) for nodes in _powers(self.cluster.nodes) if not fitting)
-        for candidate in itertools.chain.from_iterable(passes):
-            tried += 1
-            try:
-                estimate = self._estimate_smallest(candidate)
-            except GeometryError:
-                dropped["do not divide the model"] += 1
-                continue
-            if self.refuses(candidate):
-                dropped["are refused by the rules of `train`"] += 1
-                refused = min(estimate, refused or estimate, key=_closeness)
-            elif not estimate.fits:
-                dropped[f"are too large in phase {estimate.fullest.phase}"] += 1
-                closest = min(estimate, closest or estimate, key=_closeness)
-            else:
-                key = candidate.train, candidate.placement
-                fitting[key] = min(estimate, fitting.get(key, estimate), key=_rank_key)
-        fastest = sorted(fitting.values(), key=_rank_key)[:count]
-        fastest = sorted(map(self.with_sync, fastest), key=_rank_key)
-        closest = max(fastest, key=lambda estimate: estimate.spare, default=closest)
-        return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, closest, refused)
+        fitting: dict[tuple[Layout, Placement], _Rating] = {}
+        closest: _Rating | None = None
+        refused: _Rating | None = None
+        for nodes in _powers(self.cluster.nodes):
+            for candidate in _track(list(self._candidates(nodes))):
+                tried += 1
+                try:
+                    rating = self._rate_smallest(candidate)
+                except GeometryError:
+                    dropped["do not divide the model"] += 1
+                    continue
+                if self.refuses(candidate):
+                    dropped["are refused by the rules of `train`"] += 1
+                    refused = min(rating, refused or rating, key=_closeness)
+                elif rating.spare < 0:
+                    dropped[f"are too large in phase {rating.phase}"] += 1
+                    closest = min(rating, closest or rating, key=_closeness)
+                else:
+                    key = candidate.train, candidate.placement
+                    fitting[key] = min(rating, fitting.get(key, rating), key=self._rank_key)
+            if fitting:
+                break
+        best = [self.estimate(rating.candidate) for rating in sorted(fitting.values(), key=self._rank_key)[:count]]
+        fastest = sorted(map(self.with_sync, _track(best)), key=self._rank_key)
+        roomiest = max(fastest, key=lambda estimate: estimate.spare, default=closest and self.estimate(closest.candidate))
+        unfit = refused and self.estimate(refused.candidate)
+        return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, roomiest, unfit)
 
     def fits_apart(self, refused: bool = False) -> bool:
         """Return whether some disaggregated candidate fits, with `refused` even if the rules of `train` refuse it. The two sides are tried
@@ -142,30 +178,71 @@ class Planner:
             return math.inf
         return max(gpu.total for gpu in memory if gpu.gpus == gpus) - usable_bytes(self.cluster)
 
-    def _estimate_smallest(self, candidate: Candidate) -> CandidateEstimate:
-        """Return the estimate of the candidate, with full recomputation if it does not fit otherwise."""
-        estimate = self.estimate(candidate)
-        return estimate if estimate.fits else self.estimate(replace(candidate, recompute="full"))
+    def _rate_smallest(self, candidate: Candidate) -> _Rating:
+        """Return the rating of the candidate, with full recomputation if it does not fit otherwise."""
+        rating = self._rate(candidate)
+        return rating if rating.spare >= 0 else self._rate(replace(candidate, recompute="full"))
+
+    def _rate(self, candidate: Candidate) -> _Rating:
+        """Return what `estimate` would, without the parts of the memory. Raise GeometryError as it does."""
+        seconds, held = self._rate_trainer(candidate.train, candidate.placement, candidate.recompute)
+        generate, held_by_engine = self._rate_engine(candidate.placement, candidate.rollout)
+        if candidate.colocated:
+            totals = [a + b for a, b in zip(held, held_by_engine, strict=True)]
+        else:
+            totals = list(map(max, held, held_by_engine))
+        fullest = max(totals)
+        step = StepTime(generate, 0, seconds, colocated=candidate.colocated).step
+        return _Rating(candidate, usable_bytes(self.cluster) - fullest, step, list_phases(self.job)[totals.index(fullest)])
+
+    def _rate_trainer(self, *sizes: Any) -> tuple[float, list[float]]:
+        """Return the trainer's seconds, and the bytes on its fullest GPU by phase."""
+        layout, placement, recompute = sizes
+        if sizes not in self._trainers:
+            if self.job.teacher is not None:
+                check_stages(self.job.teacher.model.layers, layout)
+            candidate = Candidate(layout, placement=placement, recompute=recompute)
+            totals = [sum(parts.values()) for parts in list_trainer_parts(self.job, candidate)]
+            self._trainers[sizes] = estimate_trainer(self.job, candidate, self.cluster).trainer, totals
+        return self._trainers[sizes]
+
+    def _rate_engine(self, *sizes: Any) -> tuple[float, list[float]]:
+        """Return the seconds of generation, and the bytes on an engine's GPU by phase."""
+        placement, rollout = sizes
+        if sizes not in self._engines:
+            candidate = Candidate(Layout(), rollout.tp, rollout.ep, rollout.engines, placement, nodes_per_engine=rollout.nodes)
+            totals = [sum(parts.values()) for parts in list_engine_parts(self.job, candidate)]
+            self._engines[sizes] = estimate_generation(self.job, candidate, self.cluster), totals
+        return self._engines[sizes]
+
+    def _rank_key(self, found: CandidateEstimate | _Rating) -> tuple[bool, float, float]:
+        """Sort by whether a batch script starts the candidate, then by seconds per step, then by free memory."""
+        sizes = found.candidate.placement, found.candidate.train.world_size, found.candidate.rollout
+        if sizes not in self._problems:
+            self._problems[sizes] = bool(found.candidate.find_launch_problem(self.job, self.cluster))
+        return self._problems[sizes], found.step, -found.spare
 
     def refuses(self, candidate: Candidate) -> bool:
         """Return whether the rules of `train` refuse the layouts. Each side is checked beside one rank of the other."""
         layout = candidate.train
-        sides = {
-            (layout.tp, layout.cp, layout.ep, layout.etp): (Needs.LAYOUT, candidate.trainer_only),
-            (candidate.rollout_tp, candidate.rollout_ep): (Needs.ENGINE, replace(candidate, train=Layout())),
-        }
-        for sizes, (about, side) in sides.items():
-            if sizes not in self._refused:
-                self._refused[sizes] = any(find_mistakes(side.facts(self.job, self.cluster), PLAN | LAYOUTS, about))
-        return any(self._refused[sizes] for sizes in sides)
+        trainer, engine = (layout.tp, layout.cp, layout.ep, layout.etp), (candidate.rollout_tp, candidate.rollout_ep)
+        if trainer not in self._refused:
+            self._refused[trainer] = self._breaks_rules(candidate.trainer_only, Needs.LAYOUT)
+        if engine not in self._refused:
+            self._refused[engine] = self._breaks_rules(replace(candidate, train=Layout()), Needs.ENGINE)
+        return self._refused[trainer] or self._refused[engine]
+
+    def _breaks_rules(self, candidate: Candidate, about: Needs) -> bool:
+        return any(find_mistakes(candidate.facts(self.job, self.cluster), PLAN | LAYOUTS, about))
 
     def _candidates(self, nodes_per_engine: int) -> Iterator[Candidate]:
         total = self.cluster.gpus
         shares: list[tuple[Placement, int, int]] = [("colocated", total, total)]
         shares += [("disaggregated", total - engine_gpus, engine_gpus) for engine_gpus in self._shares_apart()]
         for placement, trainer_gpus, engine_gpus in shares:
+            layouts = list(self._layouts(trainer_gpus))
             for rollout in self._rollouts(engine_gpus, nodes_per_engine):
-                for layout in self._layouts(trainer_gpus):
+                for layout in layouts:
                     yield Candidate(layout, *rollout, placement, nodes_per_engine=nodes_per_engine)
 
     def _shares_apart(self) -> list[int]:
@@ -215,14 +292,15 @@ class Planner:
                 yield replace(layout, vpp=vpp, first_stage_layers=balanced[0], last_stage_layers=balanced[1])
 
 
-def _rank_key(estimate: CandidateEstimate) -> tuple[float, float]:
-    """Sort by seconds per step, then by free memory."""
-    return estimate.seconds.step, -estimate.spare
-
-
-def _closeness(estimate: CandidateEstimate) -> tuple[float, float]:
+def _closeness(rating: _Rating) -> tuple[float, float]:
     """Sort by missing memory, then by seconds per step."""
-    return max(0.0, -estimate.spare), estimate.seconds.step
+    return max(0.0, -rating.spare), rating.step
+
+
+def _track(items: Sequence[T]) -> Iterable[T]:
+    """Yield the items, with a progress bar on a terminal."""
+    console = Console(stderr=True)
+    return track(items, "Searching", console=console, transient=True, disable=not console.file.isatty())
 
 
 def _powers(limit: int) -> list[int]:

@@ -11,7 +11,7 @@ from megatron_rl.sync.plan import SyncPlan
 from parallel.attention import GatedDeltaNet, SinkAttention
 from parallel.formats import FP8
 from parallel.hf_config import MOST_POSITIONS, HFConfig
-from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
+from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica, keep_shapes
 from parallel.megatron_shards import check_layout
 from parallel.row_sums import LEAF, holds_node
 from parallel.shards import GeometryError
@@ -213,8 +213,7 @@ def shared_delta_rule_is_in_no_graph(facts: Facts) -> None:
 
 @rule(Needs.MODEL | Needs.LAYOUT)
 def backend_gets_whole_blocks(facts: Facts) -> None:
-    backend, model, layout = facts.config.precision.backend, keep_first_layers(facts.model), keep_one_replica(facts.layout)
-    requirements.check_model(backend, facts.contract.trainer_format, model, layout)
+    requirements.check_model(facts.config.precision.backend, facts.contract.trainer_format, *keep_shapes(facts.model, facts.layout))
 
 
 @rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE | Needs.PLUGS)
