@@ -163,7 +163,9 @@ def launch_gated_delta() -> None:
 
 def find_kernels(root: Path = ROOT) -> set[str]:
     """Return the names of all kernels in the sources: functions with `@triton.jit` that no other such function calls."""
-    texts = [text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text())]
+    texts = [
+        text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text(encoding="utf-8"))
+    ]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     jitted = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
     called = {ast.unparse(call.func) for node in jitted for call in ast.walk(node) if isinstance(call, ast.Call)}
@@ -175,7 +177,7 @@ def find_spill(kernel: Any, architecture: int) -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(architecture).path, "-v", f"--gpu-name=sm_{architecture}a", "-", "-o", os.devnull]
-    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, encoding="utf-8", check=True).stderr
     line = next(line for line in report.splitlines() if "bytes spill stores" in line)
     return "" if "0 bytes spill stores, 0 bytes spill loads" in line else f"{kernel.name}: {line.strip()}"
 

@@ -100,9 +100,9 @@ def train(
 
     run_dir = run_session(loaded_config, layout)
     if _rank("RANK") == 0:
-        print(f"run folder: {run_dir}")
-        if (page := run_dir / "report.html").exists():
-            print(f"report:     {page}")
+        from megatron_rl.reporting.closing import closing_lines
+
+        print(*closing_lines(run_dir), sep="\n")
 
 
 @app.command("eval", context_settings={"ignore_unknown_options": True})
@@ -267,7 +267,20 @@ def doctor() -> None:
     print_diagnosis()
 
 
+def _use_utf8() -> None:
+    """Start again in Python's UTF-8 mode if the locale has another encoding, such as ASCII or GBK. Files of a run, names of files, and
+    output are UTF-8, and so are those of the processes that a run starts. Arguments that are not UTF-8 keep the locale's encoding."""
+    try:
+        arguments = [os.fsencode(each).decode("utf-8") for each in sys.orig_argv[1:]]
+    except UnicodeDecodeError:
+        return
+    if sys.getfilesystemencoding() != "utf-8":
+        encoded = [each.encode("utf-8") for each in (sys.executable, "-X", "utf8", *arguments)]
+        os.execve(sys.executable, encoded, os.environ | {"PYTHONUTF8": "1"})
+
+
 def main() -> None:
+    _use_utf8()
     _prepare_process()
     put_programs_on_path()
     app(prog_name="megatron-rl")
