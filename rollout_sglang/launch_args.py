@@ -200,7 +200,7 @@ def _find_model_files() -> dict[str, list[str]]:
     """Return the files of SGLang's models that define each class."""
     folder, definitions = find_sglang_folder(), dict[str, list[str]]()
     for file in sorted((folder / "srt" / "models").glob("*.py")) if folder else ():
-        for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE):
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
             definitions.setdefault(name, []).append(file.stem)
     return definitions
 

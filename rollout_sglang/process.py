@@ -78,7 +78,7 @@ class EngineProcess:
 
     def log_tail(self) -> str:
         with contextlib.suppress(OSError):
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+            return "\n".join(self.log.read_text(errors="replace", encoding="utf-8").splitlines()[-_TAIL_LINES:])
         return ""
 
     def stop(self) -> None:

@@ -89,7 +89,7 @@ def read_arguments() -> Mapping[str, tuple[str, frozenset[str]]]:
     """Return SGLang's arguments: name -> (group, names in the type annotation). Empty if SGLang is not installed."""
     folder, arguments = find_sglang_folder(), {}
     for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")) if folder else ():
-        for group in (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)):
+        for group in (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)):
             for line in group.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.annotation, ast.Subscript):
                     declared = line.annotation.slice
@@ -143,7 +143,7 @@ def check_tool_parser(name: str) -> None:
     if folder is None:
         return  # the machine that runs the engines checks this
     source = folder / "srt" / "function_call" / "function_call_parser.py"
-    assigned: Any = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
+    assigned: Any = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.AnnAssign)]
     table = next(node.value for node in assigned if getattr(node.target, "id", "") == "ToolCallParserEnum" and node.value)
     known = [key.value for key in table.keys if isinstance(key, ast.Constant)]
     if name not in known:

@@ -1,6 +1,7 @@
 """Compile every Triton kernel of this project for Hopper or Blackwell, as its own function launches it, without a GPU.
 
-    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100    # or 90; 103 for B300
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100             # or 90; 103 for B300
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 90 --orders    # compare the orders of sums (kernel_orders.py)
 
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
@@ -114,6 +115,9 @@ def launch_all() -> None:
         layout, mixed = Heads(count, queries, rotation, 1e-6), torch.zeros(96, count * (queries + 2) * 128, dtype=torch.bfloat16)
         norms = (mixed[0, :128], mixed[1, :128]) if normed else None
         query, key = heads_triton.rotate_heads(mixed, layout, norms)
+        heads_triton.turn_heads(query, key, rotation)
+        if norms is not None:
+            heads_triton.normalize_heads(query, key, norms, 1e-6)
         heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
     slices, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
     norm_triton.differentiate(slices, *norm_triton.normalize(slices, None, scale, 1e-6)[:2], scale, None)
@@ -159,7 +163,9 @@ def launch_gated_delta() -> None:
 
 def find_kernels(root: Path = ROOT) -> set[str]:
     """Return the names of all kernels in the sources: functions with `@triton.jit` that no other such function calls."""
-    texts = [text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text())]
+    texts = [
+        text for package in PACKAGES for file in (root / package).rglob("*.py") if "@triton." in (text := file.read_text(encoding="utf-8"))
+    ]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     jitted = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
     called = {ast.unparse(call.func) for node in jitted for call in ast.walk(node) if isinstance(call, ast.Call)}
@@ -171,10 +177,19 @@ def find_spill(kernel: Any, architecture: int) -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(architecture).path, "-v", f"--gpu-name=sm_{architecture}a", "-", "-o", os.devnull]
-    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, encoding="utf-8", check=True).stderr
     line = next(line for line in report.splitlines() if "bytes spill stores" in line)
     return "" if "0 bytes spill stores, 0 bytes spill loads" in line else f"{kernel.name}: {line.strip()}"
 
 
+def compare_orders(architecture: int) -> str:
+    """Return a summary of the operators whose variants all add in one order. Raise AssertionError with those that do not."""
+    import kernel_orders
+
+    differences = kernel_orders.find_differences(intercept_launches(architecture))
+    assert not differences, "\n".join(differences)
+    return f"one order for any number of rows and alignment: {', '.join(kernel_orders.list_operators())}"
+
+
 if __name__ == "__main__":
-    print(compile_all(int(sys.argv[1])))
+    print((compare_orders if "--orders" in sys.argv else compile_all)(int(sys.argv[1])))

@@ -39,7 +39,7 @@ def check(function: Callable[[], str]) -> Callable[[], str]:
 @check
 def packages() -> str:
     """Run `pip check`."""
-    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, encoding="utf-8")
     assert not done.returncode, done.stdout
     return done.stdout.strip()
 
@@ -116,7 +116,7 @@ def memory_saver() -> str:
     stubs = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     library = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
     environment = stubs | make_environment(stubs, torch.version.cuda) | {"LD_PRELOAD": library, "LD_TRACE_LOADED_OBJECTS": "1"}
-    loaded = subprocess.run(["/bin/true"], env=environment, capture_output=True, text=True).stdout
+    loaded = subprocess.run(["/bin/true"], env=environment, capture_output=True, encoding="utf-8").stdout
     assert library in loaded and "not found" not in loaded, loaded
     assert f"libcudart.so.13 => {SITE}" in loaded, loaded
     return "preloaded"
@@ -179,7 +179,7 @@ def main(names: list[str]) -> int:
         for name in names or CHECKS:
             start = time.monotonic()
             command = [sys.executable, __file__, _ONLY, name]
-            done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
             results = [line for line in done.stdout.splitlines() if line.startswith("ok: ")]
             last = results[-1] if results and done.returncode == 0 else "FAILED"
             print(f"{name:32} {time.monotonic() - start:5.0f} s  {last}", flush=True)

@@ -54,20 +54,22 @@ def _run_part(name: str, run: str, seconds: int) -> Part:
     return Part(name, (f"test_runs.py::test_a_run_proves_every_tensor_it_syncs[{run}]",), seconds)
 
 
-WARM_UP = Part("warm-up", ("test_warm_up.py",), 300)
+WARM_UP = Part("warm-up", ("test_warm_up.py",), 260)
 KERNEL_TESTS = ("quantizers", "backends", "engine_quantizer", "device_digest", "tree_products", "flash_attention", "cache_units")
 LAYER_TESTS = ("log_probs_and_gradients_are_close_to_emulated", "megatrons_own_bf16_computes_the_same")
+EXACT_TESTS = ("rows", "products", "attention")
 PARTS = (
     Part("kernels", tuple(f"test_{name}.py" for name in KERNEL_TESTS), 170, quick=True),
     Part("layers", tuple(f"test_layers.py::test_{name}" for name in LAYER_TESTS), 120, quick=True),
+    Part("exact", tuple(f"test_exact_{name}.py" for name in EXACT_TESTS), 100),
     _run_part("run-ipc", "sync by CUDA IPC", 120),
     _run_part("run-quickstart", "quickstart in fp8_unified", 125),
     _run_part("run-tree", "quickstart with sums by the tree", 110),
     Part("speed-products", ("test_speed_linears.py",), 90),
-    Part("speed-models", ("test_layers.py::test_speed_of_a_model",), 145),
+    Part("speed-models", ("test_layers.py::test_speed_of_a_model",), 125),
     Part("speed-sync", ("test_sync.py",), 60),
-    Part("speed-decoding", ("test_engines.py::test_speed_of_decoding",), 130),
-    Part("speed-steps", ("test_engines.py::test_speed_of_rl_steps",), 130),
+    Part("speed-decoding", ("test_engines.py::test_speed_of_decoding",), 110),
+    Part("speed-steps", ("test_engines.py::test_speed_of_rl_steps",), 110),
 )
 
 Run = Callable[[Sequence[str], Mapping[str, str]], int]

@@ -155,4 +155,4 @@ def parse_numbers(text: str) -> list[int]:
 
 def write_json(file: Path | None, report: object) -> None:
     if file:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

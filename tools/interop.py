@@ -30,7 +30,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def save(rows: Rows, file: str) -> str:
-    Path(file).write_text(json.dumps(rows))
+    Path(file).write_text(json.dumps(rows), encoding="utf-8")
     return f"{len(rows)} responses, {sum(len(row[1]) for row in rows)} tokens"
 
 
@@ -66,7 +66,7 @@ def generate_by_server(url: str, model: str, output: str) -> str:
 
 def read_completions(file: str, model: str, output: str) -> str:
     """Read the greedy completions of an evaluation."""
-    tokenizer, lines = load_tokenizer(model), [json.loads(line) for line in Path(file).read_text().splitlines()]
+    tokenizer, lines = load_tokenizer(model), [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
     return save([(tokenizer.encode(line["prompt"]), tokenizer.encode(line["text"]), None) for line in lines], output)
 
 
@@ -79,7 +79,7 @@ def load_model(model: str) -> Any:
 
 def score(model: str, generated: str, bound: str, share: str, adapters: str = "") -> str:
     """Score rows by transformers in float32. Fail if too few tokens are its most probable ones, or a log-prob is off by over `bound`."""
-    loaded, rows = load_model(model), json.loads(Path(generated).read_text())
+    loaded, rows = load_model(model), json.loads(Path(generated).read_text(encoding="utf-8"))
     most_probable, differences = _compare(loaded, rows)
     tokens, without = sum(len(row[1]) for row in rows), ""
     if adapters:
@@ -135,7 +135,7 @@ def write_tasks(path: str) -> str:
     folder = Path(path)
     folder.mkdir()
     rows = [{"question": prompt, "answer": str(sum(map(int, prompt[:-1].split("+"))))} for prompt in make_prompts()]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}, "test_split": "test"}
     common |= {"doc_to_text": "{{question}}", "target_delimiter": ""}
     generation = {"until": ["\n"], "max_gen_toks": TOKENS, "temperature": 0, "do_sample": False}
@@ -143,7 +143,7 @@ def write_tasks(path: str) -> str:
     choose = {"output_type": "multiple_choice", "doc_to_choice": ["{{answer}}", "1{{answer}}0"], "doc_to_target": 0}
     for name, task, metric in (("generate", generate, "exact_match"), ("choose", choose, "acc")):
         content = {"task": f"interop_{name}", **common, **task, "metric_list": [{"metric": metric}], "metadata": {"version": 1}}
-        (folder / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML
     return f"2 tasks of {len(rows)} rows"
 
 

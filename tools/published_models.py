@@ -39,6 +39,8 @@ which sparse attention selects every token.
 |---|---|---|---|---|---|
 {supported}
 
+The tokenizers of Moonlight and Kimi-K2 are published as code: [convert them](../guides/checkpoints.md) first.
+
 Refused, with the line that `plan` and `train` print:
 
 | model | line |
@@ -89,7 +91,7 @@ def _agrees(published: str, parameters: int, mtp: int) -> bool:
 
 
 def describe_all() -> list[Row]:
-    return [describe(json.loads(line)) for line in MODELS.read_text().splitlines()]
+    return [describe(json.loads(line)) for line in MODELS.read_text(encoding="utf-8").splitlines()]
 
 
 def render(rows: list[Row]) -> str:
@@ -99,7 +101,7 @@ def render(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(render(describe_all()))
+    PAGE.write_text(render(describe_all()), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

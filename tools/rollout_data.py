@@ -77,7 +77,7 @@ def train_tokenizer() -> tuple[PreTrainedTokenizerFast, np.ndarray]:
     files = [str(file) for file in sorted(Path(statistics.__file__).parent.glob("*.py"))[:40]]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train(files, vocab_size=_VOCABULARY, show_progress=False)
-    ids = [number for file in files for number in tokenizer.encode(Path(file).read_text(errors="replace")).ids]
+    ids = [number for file in files for number in tokenizer.encode(Path(file).read_text(errors="replace", encoding="utf-8")).ids]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer), np.array(ids, np.int32)
 
 

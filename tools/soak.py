@@ -139,7 +139,7 @@ class Promise:
 
         config = Config.model_validate_json(json.dumps(read_run(run)["config"]))
         checkpoint = max((run / "checkpoints").glob("step_*"))
-        state = json.loads((checkpoint / "state.json").read_text())
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         stream, _ = load_problems(config, load_tokenizer(config.model.path))
         problems = [problem.id for problem in stream.next_batch(state["data"]["position"])]
         owed, rollout = frozenset(state["data"].get("left_out", ())), config.rollout

@@ -15,10 +15,10 @@ class CsvTracker:
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         path = folder / "metrics.csv"
-        with path.open("a+", newline="") as file:
+        with path.open("a+", newline="", encoding="utf-8") as file:
             file.seek(0)
             kept = [row for row in csv.reader(file) if resume_step is not None and row[0].isdigit() and int(row[0]) <= resume_step]
-        self._file = path.open("w", newline="")
+        self._file = path.open("w", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
         self._writer.writerows([("step", "metric", "value"), *kept])
 

@@ -158,7 +158,7 @@ def find_memory_gib() -> float:
     """Return the memory of the machine or the limit of the container, whichever is less, in GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
     return float(total) / 2**30
 
 

@@ -100,7 +100,7 @@ def check_transformer_engine_import(machine: Machine) -> Iterator[Pitfall]:
     if "transformer-engine" not in machine.versions:
         return
     try:
-        process = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, text=True, timeout=120, check=False)
+        process = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, encoding="utf-8", timeout=120, check=False)
     except subprocess.TimeoutExpired:
         yield Pitfall("Transformer Engine", "importing it takes more than 120 s", INSTALL)
         return
@@ -202,6 +202,6 @@ def read_nvcc_release(home: str | None) -> str | None:
 def run_command(*command: str) -> str | None:
     """Return the output of a short command, or None if it fails or is not installed."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -54,10 +54,10 @@ def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | Non
             print(f"engine rank {', '.join(map(str, ranks))}:")
         print_graphs(comparison.training, graph, Console())
     if svg is not None:
-        svg.write_text(draw_svg(comparison.training, comparison.rollout[0]))
+        svg.write_text(draw_svg(comparison.training, comparison.rollout[0]), encoding="utf-8")
         print(f"written: {svg}")
     if json_file is not None:
-        json_file.write_text(json.dumps(comparison.to_json(), indent=1))
+        json_file.write_text(json.dumps(comparison.to_json(), indent=1), encoding="utf-8")
         print(f"written: {json_file}")
     if not differences:
         print("The rollout's graph is a subgraph of the training's forward pass.")

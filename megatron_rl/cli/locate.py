@@ -65,7 +65,7 @@ def _locate(config: Config, layout: Layout, run: Path | None, text: str | None, 
     def show(report: dict[str, object]) -> bool:
         print(*describe(report), sep="\n")
         if json_file is not None:
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
+            json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             print(f"written: {json_file}")
         return report["operator"] is None
 

@@ -262,7 +262,20 @@ def doctor() -> None:
     print_diagnosis()
 
 
+def _use_utf8() -> None:
+    """Start again in Python's UTF-8 mode if the locale has another encoding, such as ASCII or GBK. Files of a run, names of files, and
+    output are UTF-8, and so are those of the processes that a run starts. Arguments that are not UTF-8 keep the locale's encoding."""
+    try:
+        arguments = [os.fsencode(each).decode("utf-8") for each in sys.orig_argv[1:]]
+    except UnicodeDecodeError:
+        return
+    if sys.getfilesystemencoding() != "utf-8":
+        encoded = [each.encode("utf-8") for each in (sys.executable, "-X", "utf8", *arguments)]
+        os.execve(sys.executable, encoded, os.environ | {"PYTHONUTF8": "1"})
+
+
 def main() -> None:
+    _use_utf8()
     put_programs_on_path()
     app(prog_name="megatron-rl")
 

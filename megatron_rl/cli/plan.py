@@ -36,7 +36,7 @@ def _render_sbatch(plan: Plan, options: PlanOptions) -> str:
         raise UserError("--sbatch", None, f"needs {_TEMPLATE}", "run it from a checkout of the project")
     candidate, cluster = plan.chosen.candidate, plan.cluster
     environment = Environment(undefined=StrictUndefined, finalize=quote, keep_trailing_newline=True, trim_blocks=True)
-    return environment.from_string(_TEMPLATE.read_text()).render(
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=Path(plan.job.config.model.name),
         cluster=cluster,
         ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),

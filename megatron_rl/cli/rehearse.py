@@ -49,7 +49,7 @@ def run_rehearsal(config: Config, options: RehearseOptions) -> bool:
     print_report(reports, engine)
     if options.json is not None:
         found: dict[str, Any] = {"trainer": [report.as_json() for report in reports], "engine": [asdict(report) for report in engine]}
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return all(report.passes for report in reports) and all(report.passes for report in engine)
 
 

@@ -8,6 +8,7 @@ Files are JSONL (one object per line), JSON (one array of objects) or Parquet, r
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,67 @@ def _read_parquet_rows(path: Path, field: str, keep: Sequence[str] | None) -> It
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path).read()
-        kept = ArrowRows(table if keep is None else table.select([name for name in table.column_names if name in keep]))
-        rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in batch.to_pylist())
+        table = pyarrow.parquet.ParquetFile(path, coerce_int96_timestamp_unit="us").read()
+        names = table.column_names
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(field, str(path), f"has several columns named {', '.join(repeated)}", "rename all but one of them")
+        for name, type in _find_nanoseconds(table.schema).items():
+            with _naming_column(name, str(path), field):
+                table = table.set_column(names.index(name), name, table[name].cast(type))
+        kept = ArrowRows(table if keep is None else table.select([name for name in names if name in keep]))
+        rows = (row for batch in table.to_batches(max_chunksize=_DECODED_ROWS) for row in _decode_batch(batch, str(path), field))
         for number, row in enumerate(map(_FloatShortener(table.schema), rows), start=1):
             yield number, row, RowColumns(kept, number - 1)
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(field, str(path), f"is not a readable Parquet file ({reason})", SOURCE_FIX) from None
+
+
+def _decode_batch(batch: Any, source: str, field: str) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow batch. Raise UserError, naming the column, for a value that Python has not: a date of the year 10,000, or
+    a text that is not UTF-8."""
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        with _naming_column(name, source, field):
+            columns.append(column.to_pylist())
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+@contextmanager
+def _naming_column(name: str, source: str, field: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, ValueError, LookupError) as error:  # Arrow's own errors are ValueErrors
+        rule = f"column {name} holds values that cannot be read without loss ({str(error).splitlines()[0][:200]})"
+        raise UserError(field, source, rule, "convert the column to text or remove it") from None
+
+
+def _find_nanoseconds(schema: Any) -> dict[str, Any]:
+    """Return the Arrow types, in microseconds, of the columns that hold times in nanoseconds, which Python's times do not have."""
+    return {each.name: _in_microseconds(each.type) for each in schema if "[ns" in str(each.type)}
+
+
+def _in_microseconds(type: Any) -> Any:
+    """Return an Arrow type with microseconds instead of nanoseconds."""
+    import pyarrow
+    from pyarrow import types
+
+    def convert(*fields: Any) -> list[Any]:
+        return [field.with_type(_in_microseconds(field.type)) for field in fields]
+
+    if types.is_timestamp(type):
+        return pyarrow.timestamp("us", type.tz)
+    if types.is_time64(type) or types.is_duration(type):
+        return pyarrow.time64("us") if types.is_time64(type) else pyarrow.duration("us")
+    if types.is_struct(type):
+        return pyarrow.struct(convert(*type))
+    if types.is_map(type):
+        return pyarrow.map_(*convert(type.key_field, type.item_field))
+    if types.is_fixed_size_list(type):
+        return pyarrow.list_(*convert(type.value_field), type.list_size)
+    if types.is_list(type) or types.is_large_list(type):
+        return pyarrow.large_list(*convert(type.value_field))
+    return _in_microseconds(type.value_type) if types.is_dictionary(type) else type
 
 
 class _FloatShortener:
@@ -126,6 +180,11 @@ def read_hub_rows(source: str, field: str, keep: Sequence[str] | None) -> Iterat
         rule = "is not of the form hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG:SPLIT"
         raise UserError(field, source, rule, "write for example hf:openai/gsm8k:main:train")
     data_set = _load_data_set(source, name, rest[0] if len(rest) == 2 else None, rest[-1], field)
+    for name, type in _find_nanoseconds(data_set.features.arrow_schema).items():
+        from datasets.features.features import generate_from_arrow_type
+
+        with _naming_column(name, source, field):
+            data_set = data_set.cast_column(name, generate_from_arrow_type(type))
     kept = data_set if keep is None else data_set.select_columns([name for name in data_set.column_names if name in keep])
     for number, row in enumerate(map(_FloatShortener(data_set.features.arrow_schema), data_set), start=1):
         yield number, row, RowColumns(kept, number - 1)

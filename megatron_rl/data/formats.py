@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import partial
 from typing import Any, Protocol
 
 from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.statements import last_boxed
 from megatron_rl.types import ChatMessage, as_json
+from megatron_rl.workers import plain
 from parallel.user_code import contain, describe_error
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
@@ -43,6 +45,16 @@ class RowError(ValueError):
     def __init__(self, rule: str, fix: str = _CORRECT) -> None:
         self.rule, self.fix = rule, fix
         super().__init__(rule)
+
+
+def check_columns(columns: Mapping[str, Any]) -> None:
+    """Raise RowError, naming the column, for a value that would not reach a reward function as it is."""
+    for name, value in columns.items():
+        try:
+            if not isinstance(value, str | int | float | None):
+                plain.dump(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RowError(f"has a column that is not data ({name}: {error})", "leave it out by data.keep_columns") from None
 
 
 @dataclass(frozen=True)
@@ -143,11 +155,21 @@ def _find_column(row: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def parse_json(text: str, subject: str = "") -> Any:
-    """Return the value of a JSON text. Raise RowError if it is invalid; `subject` begins the message."""
+    """Return the value of a JSON text. Raise RowError if it is invalid or names a field twice; `subject` begins the message."""
     try:
-        return json.loads(text, parse_float=_parse_float)
+        return json.loads(text, parse_float=_parse_float, object_pairs_hook=partial(_make_object, subject))
+    except RowError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RowError(f"{subject}is not JSON ({error})") from None
+
+
+def _make_object(subject: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RowError(f"{subject}has the field {next(name for name in names if names.count(name) > 1)} twice")
+    return result
 
 
 class _WrittenFloat(float):

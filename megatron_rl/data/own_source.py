@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.chat import check_own_chat
+from megatron_rl.data.formats import check_columns
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import DATA_SOURCES
-from megatron_rl.types import Problem, as_json
+from megatron_rl.types import Problem
 from parallel.plug import Plug
 from parallel.user_code import contain, describe_error
 
@@ -81,7 +82,7 @@ def _check_problem(problem: object) -> Problem:
         raise TypeError("id, prompt and answer of a problem must be strings")
     "".join((problem.id, problem.prompt, problem.answer)).encode()  # raises here for a lone surrogate, not in the tokenizer
     check_own_chat(problem.history, problem.tools)
-    as_json(problem.columns)  # raises for objects that are not data
+    check_columns(problem.columns)
     return problem
 
 

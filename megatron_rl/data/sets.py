@@ -15,6 +15,7 @@ from megatron_rl.data.formats import (
     ProblemRow,
     RowError,
     RowReader,
+    check_columns,
     is_blank,
     parse_level,
     read_answer,
@@ -62,7 +63,8 @@ def read_set(source: DataSourceConfig, data: DataConfig, field: str) -> ProblemS
             optional = row.history, row.tools, row.pass_rate, columns
             problem = Problem(f"{label}:{number}", row.question, row.gold, row.level, label, *optional)
             assert isinstance(content, Mapping)  # otherwise `read_row` has raised
-            found.keys.append(make_key(problem, select_columns(content, keep)))
+            check_columns(kept := select_columns(content, keep))
+            found.keys.append(make_key(problem, kept))
             found.problems.append(problem)
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None

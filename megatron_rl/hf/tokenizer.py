@@ -1,12 +1,14 @@
 """Loads the tokenizer of a checkpoint folder with transformers, and compares the tokenizer of a copy with the source's."""
 
+import hashlib
+import json
 import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import list_kept_files, read_object
@@ -23,6 +25,7 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     if not os.path.isdir(folder):
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
     family = _check_configs(folder, field)
+    _refuse_code(folder, field)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **family)
         ids = tokenizer.encode(_PLAIN, add_special_tokens=False)
@@ -47,6 +50,19 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
         raise UserError(field, str(folder), rule, 'set "tokenizer_class" to "PreTrainedTokenizerFast" in tokenizer_config.json')
     _add_bos(tokenizer, folder / "tokenizer_config.json", field)
     return tokenizer
+
+
+def _refuse_code(folder: Path, field: str) -> None:
+    """Raise UserError, naming `field`, for a tokenizer whose rule for splitting is code, as Kimi-K2's: transformers would load its files
+    with a rule of its own, and trainer and engine would agree on wrong tokens."""
+    path = folder / "tokenizer_config.json"
+    auto_map = (read_object(path, field) if os.path.isfile(path) else {}).get("auto_map")
+    ranks = next(iter([*folder.glob("tiktoken.model"), *folder.glob("*.tiktoken")]), None)
+    coded = isinstance(auto_map, dict) and auto_map.get("AutoTokenizer")
+    if not os.path.isfile(folder / "tokenizer.json") and (coded or ranks):
+        how = f"run `python -m megatron_rl.cli.convert_tokenizer {folder}` (of a hub model, download it into a folder first)"
+        rule = "its tokenizer is published as code, without tokenizer.json, and no code of a model is run"
+        raise UserError(field, str(folder), rule, how if ranks else "use a copy of the model with tokenizer.json")
 
 
 def _check_configs(folder: Path, field: str) -> dict[str, Any]:
@@ -99,10 +115,15 @@ def _describe(folder: Path, _: tuple[tuple[str, int], ...]) -> dict[str, Any]:
         return {}
     added = tokenizer.get_added_vocab()
     text = _PROBE + "".join(added)
+    whole = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
+    model = {name: value for name, value in (whole.get("model") or {}).items() if name != "vocab"}
+    parts = {f"the {name.replace('_', '-')}": whole.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")}
     return {
         "the vocabulary": tokenizer.get_vocab(),
         "the set of added tokens": added,
         "the set of special tokens": (tokenizer.special_tokens_map, tokenizer.all_special_ids),
         "the encoding of a text": [tokenizer.encode(text, add_special_tokens=special) for special in (False, True)],
         "the chat template": tokenizer.chat_template,
+        "the merges": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).digest(),  # and how they are applied
+        **parts,
     }

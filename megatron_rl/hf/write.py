@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +24,12 @@ FILE_BYTES = 1 << 30  # largest size of a safetensors file with several tensors:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. Every user may read its
-    files."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    """Context manager that yields a temporary folder, and renames it to `folder` on success or removes it on error. The umask decides who
+    may read it."""
+    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"  # mkdtemp would make it private
+    temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in (temporary, *temporary.rglob("*")):  # mkdtemp and safetensors make theirs private
-            path.chmod(0o755 if path.is_dir() else 0o644)
         os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -50,7 +48,7 @@ def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract, 
 def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None, field: str = "model.path") -> None:
     """Write config.json into an existing folder and copy all files but weights from `tokenizer_from`, which is all that an engine needs to
     start without weights. Raise UserError, naming `field`, if a file cannot be read or the copy has another tokenizer."""
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer_from is not None:
         from megatron_rl.hf.tokenizer import check_copy  # imports transformers
 
@@ -96,12 +94,14 @@ def name_file(number: int, count: int) -> str:
 
 
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write a safetensors file. Return the bytes of its tensors by name. Raise OSError, naming the file, if writing fails."""
+    """Write a safetensors file, which the users of its folder may read. Return the bytes of its tensors by name. Raise OSError, naming the
+    file, if writing fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes its files private
     except SafetensorError as error:
         raise OSError(None, str(error), str(path)) from None
     return {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -112,4 +112,4 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
     if len(files) > 1:
         weight_map = {name: name_file(number, len(files)) for number, sizes in enumerate(files) for name in sizes}
         index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -139,7 +139,7 @@ class HangWatchdog:
         line = f"{describe_ranks(statuses, now, self._is_silent)}; no rank entered a phase for {self._stuck_after:g} s (log.stuck_after)"
         line += "".join(f"; {call} has not returned" for call in list_running())
         self._notify(f"the run hangs: {line}; stacks: {self._folder}/rank_*.log")
-        stuck.write_text(f"{line}\n")
+        stuck.write_text(f"{line}\n", encoding="utf-8")
 
     def _all_stacks_dumped(self) -> bool:
         now, statuses = self._read_statuses()
@@ -190,7 +190,7 @@ def enter_phase(phase: str, step: int | None = None, limit: float = 0.0) -> None
 def read_rank_status(folder: Path, rank: int) -> RankStatus | None:
     """Return the newest status of a rank, or None if there is none."""
     try:
-        with _status_file(folder, rank).open() as file:  # opening the file first makes NFS refresh its attributes
+        with _status_file(folder, rank).open(encoding="utf-8") as file:  # opening the file first makes NFS refresh its attributes
             return RankStatus(**json.load(file), last_seen=os.fstat(file.fileno()).st_mtime)
     except (OSError, ValueError, TypeError):
         return None

@@ -56,7 +56,7 @@ class RunLog:
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
         self._files = {"run.log": _open_log(folder)}
         _keep_room(folder)
-        self._files |= {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
+        self._files |= {name: (folder / name).open("a", encoding="utf-8") for name in ("metrics.jsonl", "samples.jsonl")}
         self._write_run()
         self._unexpected: Set[str] = set()  # metrics outside their expected range in the last row; each is reported once until it returns
         self._display = ProgressDisplay(self._total_steps)

@@ -4,8 +4,10 @@ The run's own record is metrics.jsonl. Each built-in tracker imports its library
 """
 
 import copy
+import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,12 @@ from parallel.user_code import UserCodeError, contain, describe_error
 
 _MLFLOW_BATCH = 100  # parameters that MLflow accepts at once
 _MLFLOW_LENGTH = 6000  # characters of a parameter that MLflow accepts
+_MLFLOW_NAMES = r"[^/\w.\- :]", 250  # characters that no name in MLflow may have, and the length of the longest
+_WANDB_NAMES = r"[^/a-zA-Z0-9_]", 250  # W&B neither sorts nor filters by others; "/" makes sections
+
+
+class RefusedMetricsError(Exception):
+    """Raised by a tracker that refused some metrics of a row for good, once for each metric. It has the others."""
 
 
 class Tracker(Protocol):
@@ -39,6 +47,29 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         """Stop tracking. `status` is "finished" or "broken"."""
+
+
+class _Names:
+    """Names as a tracker accepts them, such as pass_at_4 for pass@4. Two names never become one, nor one of them the folder of another."""
+
+    def __init__(self, refused: str, longest: int) -> None:
+        """`refused`: regular expression of a character that a name may not have."""
+        self._refused, self._longest, self._given = re.compile(refused), longest, dict[str, str]()
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._given:
+            self._given[name] = self._choose(name)
+        return self._given[name]
+
+    def _choose(self, name: str) -> str:
+        parts = self._refused.sub("_", name.replace("@", "_at_")).split("/")
+        given = "/".join(part for part in parts if part.strip(".")).lstrip(".") or "_"
+        taken = {*self._given.values()}
+        if any(given.startswith(f"{other}/") or other.startswith(f"{given}/") for other in taken):
+            given = given.replace("/", "_")
+        if given in taken or len(given) > self._longest:
+            given = f"{given[: self._longest - 13]}_{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+        return given
 
 
 class TensorBoard:
@@ -77,6 +108,7 @@ class WandB:
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
         import wandb
 
+        self._names = _Names(*_WANDB_NAMES)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megatron-rl"),
             group=folder.name,
@@ -87,7 +119,7 @@ class WandB:
         )
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(row), step=step)
+        self._run.log({self._names[name]: value for name, value in row.items()}, step=step)
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
@@ -102,18 +134,38 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._client, self._metric = MlflowClient(), Metric
+        self._names, self._refused, fields = _Names(*_MLFLOW_NAMES), set[str](), _Names(*_MLFLOW_NAMES)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megatron-rl")
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         tags = {"folder": str(folder)} | ({} if resume_step is None else {"resumed_from_step": str(resume_step)})
         self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
-        parameters = [Param(field, str(value)[:_MLFLOW_LENGTH]) for field, value in flatten(config).items()]
+        parameters = [Param(fields[field], str(value)[:_MLFLOW_LENGTH]) for field, value in flatten(config).items()]
         for first in range(0, len(parameters), _MLFLOW_BATCH):
             self._client.log_batch(self._run, params=parameters[first : first + _MLFLOW_BATCH])
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1e3)
-        self._client.log_batch(self._run, metrics=[self._metric(name, value, now, step) for name, value in row.items()])
+        metrics = [self._metric(self._names[name], value, now, step) for name, value in row.items() if name not in self._refused]
+        if refused := self._send(metrics):
+            self._refused |= {name for name in row if self._names[name] in refused}
+            raise RefusedMetricsError("; ".join(f"{name}: {reason}" for name, reason in refused.items()))
+
+    def _send(self, metrics: list[Any]) -> dict[str, str]:
+        """Send metrics, and return why some were refused. MLflow refuses a batch as a whole, so send its halves then."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            if metrics:
+                self._client.log_batch(self._run, metrics=metrics)
+            return {}
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(metrics) == 1:
+                return {metrics[0].key: describe_error(error)}
+            half = len(metrics) // 2
+            return self._send(metrics[:half]) | self._send(metrics[half:])
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._run, "FINISHED" if status == "finished" else "FAILED")
@@ -150,6 +202,8 @@ class Trackers:
             try:
                 with contain(_describe(name)):
                     call(tracker)
+            except RefusedMetricsError as error:
+                self._notify(f"tracker {name} refuses metrics, which it will not get ({error})")
             except Exception as error:  # metrics.jsonl has the rows too, so this does not stop the run
                 if name not in self._failed:
                     self._failed.add(name)

@@ -26,7 +26,7 @@ def load() -> None:
         library = Path(folder) / "device_guard.so"
         options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", f"-L{torch / 'lib'}"]
         command = [compiler, *options, str(_SOURCE), "-o", str(library), "-lc10", "-ltorch_cpu"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
             raise UserError("g++", compiler, f"fails: {done.stderr.strip().splitlines()[-1]}", "install a C++20 compiler")
         for build in ("cpu", "cuda"):  # torch's own CUDA guard must be registered before it is replaced

@@ -68,7 +68,7 @@ def rehearse_engine(config: Config, planned: int, gpu: Gpu) -> list[EngineRankRe
     contract, ranks = PrecisionContract.from_config(config.precision), sorted({0, config.rollout.tp - 1})
     command = [*find_engine_launcher(config.rollout.engine).rehearsal_command(), ",".join(map(str, ranks))]
     job = json.dumps({"config": config.model_dump(mode="json"), "gpu": asdict(gpu)})
-    done = subprocess.run(command, input=job, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    done = subprocess.run(command, input=job, capture_output=True, encoding="utf-8", timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         last_line = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
         raise RunError(f"the engine cannot build the model: {last_line}", done.stderr[-4000:])

@@ -36,7 +36,7 @@ def read_headers_only(gpu: FakeGpu, folder: Path, scratch: Path) -> Iterator[Pat
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         derived = derive_headers(read_config(folder))
         shutil.copy(folder / "config.json", scratch)
-        (scratch / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(derived, SINGLE)}))
+        (scratch / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(derived, SINGLE)}), encoding="utf-8")
         (scratch / SINGLE).touch()
         folder = scratch
     headers = mock.patch.object(read, "safe_open", lambda path, framework: _Headers(gpu, derived or _read_headers(path)))

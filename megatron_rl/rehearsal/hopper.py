@@ -99,7 +99,7 @@ def find_driver_symbols(packages: Path) -> set[str]:
     """Return the driver functions that libraries below a folder import."""
     symbols = set[str]()
     for library in _find_driver_users(packages):
-        listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, encoding="utf-8", check=True).stdout
         symbols |= set(re.findall(r"\bU (cu[A-Z]\w*)", listed))
     return {symbol for symbol in symbols if not re.match(r"cu(blas|dnn|rand|solver|sparse|fft|file)", symbol)}
 
@@ -107,10 +107,10 @@ def find_driver_symbols(packages: Path) -> set[str]:
 def _find_driver_users(packages: Path) -> Iterator[Path]:
     libraries = [file for file in packages.rglob("*.so*") if file.is_file() and file.open("rb").read(4) == b"\x7fELF"]
     for library in libraries:
-        if "libcuda.so.1" in subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout:
+        if "libcuda.so.1" in subprocess.run(["readelf", "-d", str(library)], capture_output=True, encoding="utf-8", check=True).stdout:
             yield library
 
 
 def _compile(library: Path, source: str) -> None:
     command = ["gcc", "-x", "c", "-", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True)
+    subprocess.run(command, input=source, encoding="utf-8", check=True)

@@ -61,7 +61,7 @@ def _read(path: list[str]) -> Callable[..., Any]:
     file, rest = Path(spec.origin).parent, path[1:]
     while file.is_dir():
         file, rest = (file / rest[0] if (file / rest[0]).is_dir() else file / f"{rest[0]}.py"), rest[1:]
-    node: Any = ast.parse(file.read_text())
+    node: Any = ast.parse(file.read_text(encoding="utf-8"))
     for part in rest:
         node = next(each for each in node.body if getattr(each, "name", "") == part)
     for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg):

@@ -30,7 +30,7 @@ _MAX_SAMPLES = 12  # number of completions on the page
 
 def write_page(folder: Path) -> Path:
     """Write `folder/eval.html` from eval.json and completions.jsonl, and return its path."""
-    results = json.loads((folder / "eval.json").read_text())
+    results = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
     rows, _ = read_jsonl(folder / "completions.jsonl")
     columns = list_columns(results)
     page = render_page(

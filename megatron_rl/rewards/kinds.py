@@ -131,4 +131,4 @@ def find_kind(gold: str) -> Callable[[str], Keys] | None:
         return read_times
     if _RATIO.fullmatch(gold):
         return _read_ratios
-    return _read_labels if _LABEL.fullmatch(gold.replace("{", "").replace("}", "")) else None
+    return _read_labels if all(map(_LABEL.fullmatch, re.split(r"[,;]\s*", re.sub("[{}]", "", gold)))) else None

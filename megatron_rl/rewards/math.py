@@ -1,8 +1,9 @@
 r"""Reward of mathematical word problems: the stated answer (`statements`) against the gold answer, by kind of the gold answer.
 
+    kinds      choices, dates, times, ratios, and labels (`kinds`)
+    names      `x = 1, y = 2`: each value has its name
     numbers    exact fractions, with units, percents and powers of ten (`numbers`)
-    choices    letters, if the gold answer is one or more letters from A to J: "(B)", "B)", "option B"
-    words      equal words, such as `\text{Tuesday}`
+    words      equal words, such as `\text{Tuesday}`, "Apollo 11", and H2O
     the rest   equal formulas, or math-verify, which parses both sides with SymPy
 
 A formula that SymPy may not finish, such as `9^{9^9}`, is not equal to a gold answer without this operation. Beyond that, nothing here
@@ -32,16 +33,13 @@ _WORDS = re.compile(
 )
 _ORDINAL = re.compile("[0-9]+(?:st|nd|rd|th)")
 _SUBSTANCE = re.compile(r"(?=.*[0-9+-])\(?[A-Z][A-Za-z0-9()]*(?:\^?[0-9]?[+-])?")
-_ORDINALS = dict(
-    zip(
-        ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"],
-        ["1st", "2nd", "3rd", *(f"{number}th" for number in range(4, 11))],
-        strict=True,
-    )
-)
+_ORDINALS = {
+    "first": "1st", "second": "2nd", "third": "3rd", "fourth": "4th", "fifth": "5th",
+    "sixth": "6th", "seventh": "7th", "eighth": "8th", "ninth": "9th", "tenth": "10th",
+}  # fmt: skip
 _EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _ASSIGNED = re.compile(
-    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?'*(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
+    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?'*(?:\([^()=]*\))?|\\[a-zA-Z]+(?:\s+[A-Z]+)?|[A-Z]{2,3}|[A-Za-z]{3,}(?:\s+[a-z]+){0,3}|\([a-z](?:,\s*[a-z])*\))\s*=\s*(?=[^=]*$)"
 )
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:(?:l|g|n)(?:t|eq?)|equiv|pmod|bmod)\b|[0-9]\s*:\s*[0-9]")
 _UNFINISHED = re.compile(r"^[^=]*[0-9)]\s*[-+*×÷]\s*[(0-9][^=]*$")
@@ -54,6 +52,7 @@ _SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\(")
 _FALLING = re.compile(r"([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=]+)")
 _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?![A-Za-z])")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
+_MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
 _LONGEST_VOTE = 60
 _LONGEST_FORMULA, _DEEPEST_FORMULA = 500, 6
 _COSTLY = {
@@ -167,9 +166,6 @@ def _is_name(gold: str) -> bool:
     return bool(_WORDS.fullmatch(gold) or _ORDINAL.fullmatch(gold) or _SUBSTANCE.fullmatch(re.sub("[_{}]", "", gold)))
 
 
-_MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
-
-
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
     content = _without_label(TEXT.sub(r" \1 ", strip_wrapping(stated)).strip())
@@ -220,7 +216,7 @@ def _states_words(content: str, words: str, explicit: bool) -> bool:
     """Return whether an explicit statement begins with the words, or a sentence consists of or ends with them, such as "It is Friday."."""
     if HEDGE.search(content):
         return False
-    content, words = _fold(content), _fold(words)
+    content, words = (re.sub(r"^(?:the|an?)\s+", "", _fold(text)) for text in (content, words))
     if not explicit and (last := re.fullmatch(rf"(.*\b(?:is|are|was|were|on)\s+)(?:(?:an?|the)\s+)?{re.escape(words)}\W*", content)):
         return not re.search(r"\b(?:not|never)\b|n't", last[1])
     rest = content.removeprefix(words)

@@ -36,5 +36,5 @@ def make_environment(environment: Mapping[str, str], cuda: str | None) -> dict[s
 
 def find_cuda_runtime(cuda: str, maps: Path = Path("/proc/self/maps")) -> Path | None:
     """Return the CUDA runtime file that torch has loaded into this process, or None. `maps`: memory mappings of the process."""
-    files = (Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if "/" in line)
+    files = (Path(line.split(maxsplit=5)[5]) for line in maps.read_text(encoding="utf-8").splitlines() if "/" in line)
     return next((file for file in files if file.name.startswith(f"libcudart.so.{cuda.partition('.')[0]}")), None)

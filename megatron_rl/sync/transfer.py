@@ -51,7 +51,7 @@ class WeightTransfer:
         """Raises UserError for a transport that cannot work over several machines."""
         self._schedule, self._engine, self._settings, self._notify, self._rank = schedule, engine, settings, notify, dist.get_rank()
         self._transport = settings.load_transport()
-        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text(), str)))) > 1:
+        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text(encoding="utf-8"), str)))) > 1:
             check_one_host(settings, f"the trainer's ranks are on {hosts}")
         self._outbox: Outbox | None = None
         self._own = schedule.own

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.hub import HubModel
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor, Critic
 from megatron_rl.mcore.checkpoint.async_save import OtherFiles
@@ -119,7 +121,9 @@ class CheckpointManager:
             "versions": collect_versions(),
         }
         if self._config.lora is not None:
-            saved |= {"lora": self._config.lora.model_dump(mode="json"), "base": str(self._config.model.path)}
+            path = self._config.model.path
+            base = str(path) if HubModel.parse(path) else os.path.abspath(path)  # whoever reads it may be in another folder
+            saved |= {"lora": self._config.lora.model_dump(mode="json"), "base": base}
         folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.folder, self._config.checkpoint.keep
         actor, critic = self._actor, None if self._critic is None else (self._critic.model, self._critic.optimizer)
         files: list[OtherFiles] = []

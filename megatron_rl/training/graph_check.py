@@ -55,7 +55,9 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
 
 def write_critic_graph(model: Any, folder: Path) -> None:
     """Write the graph of a critic, which the engine does not have, to `folder/graph_critic.json`. Collective."""
-    read_training_graph(model).run_local(lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1)))
+    read_training_graph(model).run_local(
+        lambda graph: (folder / "graph_critic.json").write_text(json.dumps(fold_to_json(graph), indent=1), encoding="utf-8")
+    )
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:
@@ -65,8 +67,8 @@ def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, 
 
     def check(engine: Engine) -> None:
         comparison = GraphComparison(training.value, tuple(engine.read_graph()))
-        (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1))
-        (folder / "graph.svg").write_text(draw_svg(comparison.training, comparison.rollout[0]))
+        (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1), encoding="utf-8")
+        (folder / "graph.svg").write_text(draw_svg(comparison.training, comparison.rollout[0]), encoding="utf-8")
         if contract.trainer_format.quantized and (lines := comparison.differences):
             more = f"; and {len(lines) - _MAX_SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _MAX_SHOWN else ""
             raise RunError(f"the rollout is not a subgraph of the training graph: {'; '.join(lines[:_MAX_SHOWN])}{more}")

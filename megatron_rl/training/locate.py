@@ -194,7 +194,7 @@ def write_report(report: Rank0[Report], file: Path) -> list[str]:
     """Write the report as JSON, and return its lines. Collective."""
 
     def write(report: Report) -> list[str]:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         return describe(report)
 
     return report.run(write, list[str])

@@ -13,8 +13,8 @@ from uuid import UUID
 _MARK = "\0"
 _TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    date: (date.isoformat, date.fromisoformat),
     datetime: (datetime.isoformat, datetime.fromisoformat),
+    date: (date.isoformat, date.fromisoformat),
     time: (time.isoformat, time.fromisoformat),
     timedelta: (lambda value: f"{value.days} {value.seconds} {value.microseconds}", lambda text: timedelta(*map(int, text.split()))),
     Decimal: (str, Decimal),
@@ -45,11 +45,14 @@ def _to_json(value: Any) -> Any:
         if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
             return {key: _to_json(item) for key, item in value.items()}
         return {f"{_MARK}dict": [[_to_json(key), _to_json(item)] for key, item in value.items()]}
-    if kind in _TEXTS:
-        return {_MARK + kind.__name__: _TEXTS[kind][0](value)}
+    if (base := kind if kind in _TEXTS else next((each for each in _TEXTS if isinstance(value, each)), None)) is not None:
+        write, read = _TEXTS[base]
+        if base is not kind and read(write(value)) != value:  # a pandas Timestamp with nanoseconds
+            raise TypeError(f"{value!r:.80} is more than a {base.__name__}")
+        return {_MARK + base.__name__: write(value)}
     if is_dataclass(value) and not isinstance(value, type):
         return {_MARK + kind.__name__: {field.name: _to_json(getattr(value, field.name)) for field in fields(value)}}
-    if hasattr(value, "dtype") and value.dtype.kind in "biufSUM":  # NumPy; a worker that gets none does not load it
+    if hasattr(value, "dtype") and value.dtype.kind in "biufcSUMm":  # NumPy; a worker that gets none does not load it
         return {f"{_MARK}numpy": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, str | int | float):  # of a class of their own, which the worker need not know
         return value

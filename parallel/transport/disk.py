@@ -51,7 +51,7 @@ class Outbox(base.Outbox):
         self._file.close()
         self._file = None
         unfinished = self._stem.with_suffix(".tmp")
-        unfinished.write_text(json.dumps({"bytes": self._total}))
+        unfinished.write_text(json.dumps({"bytes": self._total}), encoding="utf-8")
         os.replace(unfinished, _path(self._stem, self._sync, "json"))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Inbox(base.Inbox):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{manifest} did not appear within {self._link.timeout:g} s (sync.timeout)")
             time.sleep(_POLL_SECONDS)
-        expected, actual = json.loads(manifest.read_text())["bytes"], data.stat().st_size
+        expected, actual = json.loads(manifest.read_text(encoding="utf-8"))["bytes"], data.stat().st_size
         if expected != actual:
             raise OSError(f"{data} holds {actual} bytes, its manifest says {expected}")
         with open(data, "rb") as file:

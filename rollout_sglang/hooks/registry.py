@@ -79,8 +79,8 @@ def _list_hooks() -> list[Hook]:
 
 
 def list_gpu_hooks() -> list[Hook]:
-    """Return the hooks on GPU code of SGLang that does not follow the precision contract."""
-    from rollout_sglang.hooks import blackwell, gated_delta
+    """Return the hooks on GPU code of SGLang that does not follow the precision contract, or adds in another order than the trainer."""
+    from rollout_sglang.hooks import blackwell, gated_delta, gpu_kernels
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
@@ -90,6 +90,11 @@ def list_gpu_hooks() -> list[Hook]:
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
         ("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8", quant.quantize_tokens, "REPLACE"),
         ("sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant", quant.quantize_groups, "REPLACE"),
+        ("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", gpu_kernels.apply_rms_norm, "AROUND"),
+        ("sglang.srt.models.utils.apply_qk_norm", gpu_kernels.apply_head_norms, "AROUND"),
+        ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", gpu_kernels.rotate, "AROUND"),
+        ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", gpu_kernels.multiply_by_gate, "REPLACE"),
+        ("sglang.srt.layers.sampler.Sampler.forward", gpu_kernels.sample, "AROUND"),
         *shared,
     ]
 

@@ -113,7 +113,7 @@ def describe_job(config: Config) -> Iterator[tuple[list[str], Callable[[int], li
     geometry, layout = config.make_geometry(hf_config), config.train.layout.to_layout()
     plan = SyncPlan.make(geometry, layout, config.rollout.to_layout()._replace(engines=1), contract, config.sync.chunk_bytes)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(describe_weights(hf_config, contract)))
+        (Path(folder) / "config.json").write_text(json.dumps(describe_weights(hf_config, contract)), encoding="utf-8")
         arguments = launch_args.make_server_arguments(config, contract, Path(folder), 30000, placement, "127.0.0.1:29999")
         arguments += ["--load-format", "dummy", "--skip-tokenizer-init", "--disable-custom-all-reduce"]
         yield arguments, lambda rank: [chunk for chunk in plan.chunks if chunk.target == rank]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import contextmanager
 
 import torch
@@ -69,6 +70,22 @@ def rename_as_wrapper(folder):
     file = folder / "model.safetensors"
     tensors = {re.sub(r"^model\.", DECODER, name): tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, VISION + "patch_embed.weight": torch.ones(4)}, file, {"format": "pt"})
+
+
+def make_whole(folder, name):
+    """Write a checkpoint of random weights with a vision tower, as transformers makes it; `name`: qwen3_5 or qwen3_5_moe."""
+    text = json.loads((make_hybrid(folder, name) / "config.json").read_text()) | {"tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256, "num_position_embeddings": 16}
+    kind = MODELS[name][1].removesuffix("ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, tie_word_embeddings=False, dtype=torch.float32)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
+    model.save_pretrained(folder / "whole")
+    rename_as_wrapper(folder)
+    decoder, whole = (load_file(each / "model.safetensors") for each in (folder, folder / "whole"))
+    save_file({key: decoder.get(key, value) for key, value in whole.items()}, folder / "model.safetensors", {"format": "pt"})
+    shutil.move(folder / "whole" / "config.json", folder / "config.json")
+    shutil.rmtree(folder / "whole")
+    return folder
 
 
 @contextmanager

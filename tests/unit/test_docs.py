@@ -11,10 +11,7 @@ from megatron_rl.config import load_config
 from megatron_rl.rollout import engine
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "configs/README.md", "benchmarks/README.md")
-]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
+PAGES = sorted(page for pattern in ("*.md", "[a-z]*/**/*.md") for page in ROOT.glob(pattern) if "runs" not in page.parts)
 CODE = [ROOT / name for name in ("megatron_rl", "rollout_sglang", "parallel", "tools", "launch", "examples", "configs", "tests")]
 RETIRED = {
     r"\b(de)?quantis\w+": "quantize",
@@ -134,6 +131,10 @@ def test_every_page_is_in_the_order_of_reading():
     listed = {(ROOT / "docs" / link).resolve() for link in links}
     pages = {page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "results" and page.name != "README.md"}
     assert not (missing := sorted(str(page.relative_to(ROOT)) for page in pages - listed)), missing
+    navigation = re.findall(r"([\w./]+\.md)$", (ROOT / "tools" / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(navigation) == len(set(navigation)) and {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")} <= set(
+        navigation
+    )
 
 
 def test_default_cases_name_tests():
@@ -150,3 +151,10 @@ def test_lines_of_the_troubleshooting_page_stand_in_the_code():
     lines = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(), re.MULTILINE)
     parts = {part.strip(): line for line in lines for part in line.split("...") if part.strip()}
     assert len(lines) > 25 and [line for part, line in parts.items() if part not in code] == []
+
+
+def test_the_quickstart_names_all_recipes_whose_model_it_makes():
+    names = re.search(r"^# NAME: (.*?)\.(?: |$)", (ROOT / "launch" / "quickstart.sh").read_text(), re.MULTILINE)[1]
+    named = set(re.findall(r"\w+", names)) - {"default", "or"}
+    assert named == {file.stem for file in (ROOT / "examples" / "arithmetic").glob("*.toml")}
+    assert all((ROOT / "configs" / f"{name}.toml").is_file() for name in named)

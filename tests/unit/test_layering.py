@@ -66,7 +66,7 @@ TORCH_FREE = (
 def imported_names(file: Path) -> set[str]:
     """Return the full names that a file imports anywhere, inside functions too."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -92,6 +92,24 @@ def find_unpickling(source: str) -> set[str]:
             found.add(name)
         if name.rpartition(".")[2] in {*OBJECT_COLLECTIVES, "read_pickle", "__import__"}:
             found.add(name)
+    return found
+
+
+def find_locale_text(source: str) -> set[str]:
+    """Return the calls in a file's source that read or write text in the encoding of the locale."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        owner, _, name = ast.unparse(node.func).rpartition(".")
+        options = {keyword.arg: keyword.value for keyword in node.keywords}
+        texts = [each.value for each in (*node.args, *options.values()) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        binary = any("b" in text and not set(text) - set("rwaxb+") for text in texts)
+        opens = (name == "open" and not owner) or (name in ("open", "fdopen") and any(not set(text) - set("rwaxt+") for text in texts))
+        if {"text", "universal_newlines"} & options.keys() and name in ("run", "Popen", "check_output"):
+            found.add(ast.unparse(node))
+        if (opens and not binary and owner != "os") or (owner and name in ("read_text", "write_text")):
+            found.add(ast.unparse(node))
     return found
 
 
@@ -165,7 +183,7 @@ NOT_FOR_ALL = ("aiohttp", "datasets", "fastapi", "mlflow", "openai", "peft", "st
 
 def imported_at_once(file: Path) -> set[str]:
     """Return the full names that a file imports when it is imported."""
-    statements, names = list[ast.AST](ast.parse(file.read_text()).body), set[str]()
+    statements, names = list[ast.AST](ast.parse(file.read_text(encoding="utf-8")).body), set[str]()
     for node in statements:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -218,7 +236,7 @@ def test_a_foreign_package_named_parallel_is_refused(tmp_path):
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_shipped_code_reads_no_pickles(package):
-    found = {str(file.relative_to(ROOT)): find_unpickling(file.read_text()) for file in (ROOT / package).rglob("*.py")}
+    found = {str(file.relative_to(ROOT)): find_unpickling(file.read_text(encoding="utf-8")) for file in (ROOT / package).rglob("*.py")}
     reading = {path: names for path, names in found.items() if names}
     allowed = {path for path in MAY_PICKLE if path.startswith(f"{package}/")}
     assert reading.keys() <= allowed, f"these files read pickles: {reading}"
@@ -249,3 +267,21 @@ PICKLES = {
 @pytest.mark.parametrize("source", PICKLES)
 def test_what_reads_pickles_is_found(source):
     assert find_unpickling(source) == PICKLES[source]
+
+
+def test_text_is_utf8_whatever_the_locale():
+    folders = ("megatron_rl", "parallel", "rollout_sglang", "examples", "tools", "launch", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    found = {file: calls for file in files if (calls := find_locale_text(file.read_text(encoding="utf-8")))}
+    assert not found, "add encoding"
+    for text in ("open(p)", "open(p, 'w')", "p.open('a')", "p.read_text()", "p.write_text(x, errors='strict')", "run(x, text=True)"):
+        assert find_locale_text(text), text
+    for text in (
+        "open(p, 'rb')",
+        "p.open('wb')",
+        "p.open(addresses)",
+        "read_text(x, 'rw')",
+        "p.read_text(encoding='ascii')",
+        "os.open(p, 1)",
+    ):
+        assert not find_locale_text(text), text

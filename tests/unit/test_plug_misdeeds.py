@@ -110,7 +110,7 @@ RETURNED = {
         "wrong type": "it returned 'problem', not a Problem",
         "nothing": "it returned None, not a Problem",
         "history of numbers": "",
-        "columns with an object": "object cannot be written as JSON",
+        "columns with an object": "object cannot be sent to a worker",
         "half a character": "surrogates not allowed",
     },
 }

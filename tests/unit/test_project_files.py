@@ -44,3 +44,10 @@ def test_citation_and_changelog_name_this_version():
 def test_the_pins_of_the_site_are_exact():
     pins = read("launch/requirements-docs.txt").splitlines()
     assert any(pin.startswith("mkdocs-material==") for pin in pins) and all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_pages_ask_for_the_disk_space_that_the_scripts_check():
+    run = int(re.search(r"check_disk \"\$\{MEGATRON_RL_MIN_DISK_MB:-(\d+)\}\"", read("launch/setup.sh"))[1])
+    tests = int(re.search(r"check_disk (\d+) ", read("tools/test.sh"))[1])
+    assert f"{run / 1000:.0f} GB of disk" in read("README.md")
+    assert f"{(run + tests) / 1000:.0f} GB of disk" in read("CONTRIBUTING.md")

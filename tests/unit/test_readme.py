@@ -138,7 +138,7 @@ def test_rank_0_of_eight_misses_only_the_gpus(tmp_path):
     assert done.stderr.startswith("megatron-rl: precision.backend = 'transformer_engine': cannot run here: torch is a CPU build")
 
 
-@pytest.mark.parametrize("machine", [pytest.param(each, marks=[pytest.mark.long] * (each == "SLURM")) for each in ON_GPUS])
+@pytest.mark.parametrize("machine", ON_GPUS)
 def test_a_gpu_command_fits_its_machine(machine, tmp_path):
     write_own_code(tmp_path)
     config, options, ranks = read_job(COMMANDS[machine], tmp_path)

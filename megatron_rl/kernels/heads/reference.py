@@ -61,6 +61,20 @@ def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch
 
 
 @with_kernel
+def turn_heads(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query `[t, heads, d]` and key `[t, groups, d]`, which may be parts of wider rows, rotated, without gradient."""
+    return rotate(query, rotation, 1.0), rotate(key, rotation, 1.0)
+
+
+@with_kernel
+def normalize_heads(query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norms of the heads of query `[t, heads, d]` and key `[t, groups, d]`, which may be parts of wider rows, without
+    gradient."""
+    assert norms is not None
+    return normalize(query, None, norms[0], eps)[2], normalize(key, None, norms[1], eps)[2]
+
+
+@with_kernel
 def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
     """Return (gradient of `mixed`, gradients of the norm weights) for the gradients of query, key and value."""
     parts, of_norms = [], []

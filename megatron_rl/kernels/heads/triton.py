@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from megatron_rl.kernels.heads import Heads, Norms
+from megatron_rl.kernels.quantize.triton import align
+from megatron_rl.kernels.rope.reference import Rotation
 
 _TOKENS = 32  # tokens of a program, which computes one head of each
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
@@ -18,12 +20,14 @@ def _load_pairs(source, first, second, inside):
     return tl.load(source + first, mask=inside, other=0.0).to(tl.float32), tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rotate_head_tile(
-    mixed, query, key, of_query, of_key, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
+    query_source, key_source, query, key, of_query, of_key, cos, sin, positions, tokens, query_stride, key_stride, query_group, key_group,
+    eps, GROUPS: tl.constexpr, QUERIES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr,
+    ROTATES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program per TOKENS tokens and query or key head of mixed [tokens, GROUPS (QUERIES + 2) 2 PAIRS]."""
+    """One program per TOKENS tokens and query or key head. Tokens and groups of the sources are a stride apart, a group's queries lie next
+    to each other; results are contiguous."""
     token, head = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     group, number = head // (QUERIES + 1), head % (QUERIES + 1)
     pair = tl.arange(0, PAIRS)
@@ -31,24 +35,29 @@ def rotate_head_tile(
     second = first + (1 if INTERLEAVED else PAIRS)
     is_there = token < tokens
     inside = is_there[:, None]
-    source = mixed + (token * (GROUPS * (QUERIES + 2)) + group * (QUERIES + 2) + number)[:, None] * (2 * PAIRS)
+    if number == QUERIES:
+        source = key_source + (token * key_stride + group * key_group)[:, None]
+        target = key + (token * GROUPS + group)[:, None] * (2 * PAIRS)
+    else:
+        source = query_source + (token * query_stride + group * query_group + number * (2 * PAIRS))[:, None]
+        target = query + (token * (GROUPS * QUERIES) + group * QUERIES + number)[:, None] * (2 * PAIRS)
     a, b = _load_pairs(source, first[None, :], second[None, :], inside)
     if NORMS:
         weight = of_key if number == QUERIES else of_query
         scale = tl.rsqrt((tl.sum(a * a + b * b, axis=1) / (2 * PAIRS)) + eps)[:, None]
-        a = (a * scale * tl.load(weight + first).to(tl.float32)[None, :]).to(mixed.dtype.element_ty).to(tl.float32)
-        b = (b * scale * tl.load(weight + second).to(tl.float32)[None, :]).to(mixed.dtype.element_ty).to(tl.float32)
-    row = tl.load(positions + token, mask=is_there, other=0).to(tl.int64)[:, None] * PAIRS + pair[None, :]
-    c, s = tl.load(cos + row), tl.load(sin + row)
-    if number == QUERIES:
-        target = key + (token * GROUPS + group)[:, None] * (2 * PAIRS)
-    else:
-        target = query + (token * (GROUPS * QUERIES) + group * QUERIES + number)[:, None] * (2 * PAIRS)
-    tl.store(target + first[None, :], tl.fma(a, c, -(b * s)).to(query.dtype.element_ty), mask=inside)
-    tl.store(target + second[None, :], tl.fma(a, s, b * c).to(query.dtype.element_ty), mask=inside)
+        a = (a * scale * tl.load(weight + first).to(tl.float32)[None, :]).to(query.dtype.element_ty).to(tl.float32)
+        b = (b * scale * tl.load(weight + second).to(tl.float32)[None, :]).to(query.dtype.element_ty).to(tl.float32)
+    if ROTATES:
+        row = tl.load(positions + token, mask=is_there, other=0).to(tl.int64)[:, None] * PAIRS + pair[None, :]
+        c, s = tl.load(cos + row), tl.load(sin + row)
+        turned = tl.fma(a, c, -(b * s))
+        b = tl.fma(a, s, b * c)
+        a = turned
+    tl.store(target + first[None, :], a.to(query.dtype.element_ty), mask=inside)
+    tl.store(target + second[None, :], b.to(query.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def differentiate_head_tile(
     dq, dk, dv, mixed, result, of_query, of_key, of_weights, cos, sin, positions, tokens, eps, GROUPS: tl.constexpr,
     QUERIES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, TOKENS: tl.constexpr,
@@ -91,14 +100,42 @@ def differentiate_head_tile(
 def rotate_heads(mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kernels.heads.reference.rotate_heads`. Raise ValueError if shapes do not match."""
     dim = _check(mixed, heads)
-    query, key = (mixed.new_empty(len(mixed), count, dim) for count in (heads.groups * heads.queries, heads.groups))
-    if len(mixed):
-        grid = triton.cdiv(len(mixed), _TOKENS), heads.groups * (heads.queries + 1)
-        read = mixed.view(len(mixed), heads.groups, -1)[:, :, :-dim]
-        rotate_head_tile[grid](
-            read, query, key, *(norms or (mixed[:0], mixed[:0])), *heads.rotation[:3], len(mixed), heads.eps, **_constants(heads, norms)
+    by_group = align(mixed).view(len(mixed), heads.groups, heads.queries + 2, dim)
+    return _launch(by_group[:, :, :-2], by_group[:, :, -2:-1], norms, heads.rotation, heads.eps)
+
+
+def turn_heads(query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.heads.reference.turn_heads`. Raise ValueError if shapes do not match."""
+    return _launch(*_group(query, key), None, rotation, 0.0)
+
+
+def normalize_heads(query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.heads.reference.normalize_heads`, in the order of sums of `rotate_heads`. Raise ValueError if shapes do not match or
+    the width of a head is no power of two."""
+    return _launch(*_group(query, key), norms, None, eps)
+
+
+def _group(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views `[t, groups, queries, d]` and `[t, groups, 1, d]`. Raise ValueError if shapes do not match."""
+    fits = query.dim() == key.dim() == 3 and query.shape[::2] == key.shape[::2] and query.shape[1] % key.shape[1] == 0
+    if not fits or query.stride(1) != query.shape[2] or query.shape[2] & (query.shape[2] - 1):
+        raise ValueError(f"queries {list(query.shape)} and keys {list(key.shape)} do not match, or the width of a head is no power of two")
+    return align(query).unflatten(1, (key.shape[1], -1)), align(key).unsqueeze(2)
+
+
+def _launch(
+    query: torch.Tensor, key: torch.Tensor, norms: Norms, rotation: Rotation | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (tokens, groups, queries, dim), unused = query.shape, query.new_empty(0)
+    results = query.new_empty(tokens, groups * queries, dim), query.new_empty(tokens, groups, dim)
+    if tokens:
+        rotate_head_tile[(triton.cdiv(tokens, _TOKENS), groups * (queries + 1))](
+            query, key, *results, *map(align, norms or (unused, unused)), *(rotation or (unused,) * 3)[:3], tokens, query.stride(0),
+            key.stride(0), query.stride(1), key.stride(1), eps, GROUPS=groups, QUERIES=queries, PAIRS=dim // 2,
+            INTERLEAVED=rotation is not None and rotation.interleaved, NORMS=norms is not None, ROTATES=rotation is not None,
+            TOKENS=_TOKENS, **LAUNCH,
         )  # fmt: skip
-    return query, key
+    return results
 
 
 def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:

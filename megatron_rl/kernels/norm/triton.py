@@ -19,6 +19,7 @@ from megatron_rl.kernels.quantize.triton import (
     _e4m3_bytes,
     _scale_and_inverse,
     _store_columns,
+    align,
     allocate,
     choose_launch,
 )
@@ -27,6 +28,12 @@ from parallel.formats import BLOCK
 
 _TOKENS = 16  # tokens of a program, which accumulates its part of the gradient of the weight in registers
 _NUMBERS = 2048  # numbers of a program that normalizes short rows
+
+
+def choose_tile(width: int) -> dict[str, Any]:
+    """Return the constants of a program that normalizes rows. All kernels that normalize take them, so that they add in one order."""
+    options = choose_launch(width)
+    return {"ROWS": max(1, _NUMBERS // int(options["WIDTH_TILE"])), **options}
 
 
 @triton.jit
@@ -108,14 +115,13 @@ def normalize(
     rows, width = x.shape[:-1].numel(), x.shape[-1]
     if weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
         raise ValueError(f"x {list(x.shape)}: residual and weight {list(weight.shape)} must match x")
-    view, options = _view_heads(x), choose_launch(width)
+    view, options = align(_view_heads(x)), choose_tile(width)
     result, statistic = x.new_empty(x.shape), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     total, unused = x if residual is None else torch.empty_like(result), torch.empty(0, dtype=torch.uint8, device=x.device)
-    tile = max(1, _NUMBERS // int(options["WIDTH_TILE"]))
     if rows:
-        normalize_rows[(triton.cdiv(rows, tile),)](
-            view, unused if residual is None else residual.contiguous(), weight, unused if residual is None else total, statistic, result,
-            rows, width, view.shape[1], *view.stride()[:2], eps, ADDS=residual is not None, ROWS=tile, **options,
+        normalize_rows[(triton.cdiv(rows, options["ROWS"]),)](
+            view, unused if residual is None else align(residual.contiguous()), align(weight), unused if residual is None else total,
+            statistic, result, rows, width, view.shape[1], *view.stride()[:2], eps, ADDS=residual is not None, **options,
         )  # fmt: skip
     return total, statistic, result
 
@@ -126,30 +132,31 @@ def _normalize(values, scale, weight, inside, dtype: tl.constexpr):
     return tl.where(inside, (values * scale * weight).to(dtype).to(tl.float32), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "padded_tokens", "row_scale_stride"])
 def normalize_row(
-    x, residual, weight, total, statistic, row_data, row_scale, tokens, width, row_scale_stride, eps, ADDS: tl.constexpr,
-    POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
+    x, residual, weight, total, statistic, row_data, row_scale, tokens, padded_tokens, width, row_scale_stride, eps, ADDS: tl.constexpr,
+    POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per token of x [tokens, width] and per padding row."""
-    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_TILE)
-    at, is_there = token * width + column, token < tokens
-    inside = (column < width) & is_there
+    """One program for ROWS tokens of x [tokens, width], padding rows included."""
+    token, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_TILE)
+    at, is_there = token[:, None] * width + column[None, :], token < tokens
+    inside = is_there[:, None] & (column < width)[None, :]
     stream = tl.load(x + at, mask=inside, other=0.0)
     if ADDS:
         stream = (stream.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, stream, mask=inside)
     values = stream.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / width + eps)
     tl.store(statistic + token, scale, mask=is_there)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    normed = _normalize(values, scale, w, inside, x.dtype.element_ty)
-    normed = tl.reshape(normed, (WIDTH_TILE // TILE, TILE))
-    scales, inverse = _scale_and_inverse(tl.max(tl.abs(normed), axis=1), POW2, EPSILON, LARGEST)
+    normed = _normalize(values, scale[:, None], w[None, :], inside, x.dtype.element_ty)
+    normed = tl.reshape(normed, (ROWS, WIDTH_TILE // TILE, TILE))
+    scales, inverse = _scale_and_inverse(tl.max(tl.abs(normed), axis=2), POW2, EPSILON, LARGEST)
     block, of_block = tl.arange(0, WIDTH_TILE // TILE), tl.arange(0, TILE)
-    target = row_data + token * width + block[:, None] * TILE + of_block[None, :]
-    tl.store(target, _e4m3_bytes(normed * inverse[:, None]), mask=(block * TILE < width)[:, None])
-    tl.store(row_scale + block * row_scale_stride + token, scales, mask=block * TILE < width)
+    stored = (token < padded_tokens)[:, None] & (block * TILE < width)[None, :]
+    target = row_data + (token[:, None] * width + (block * TILE)[None, :])[:, :, None] + of_block[None, None, :]
+    tl.store(target, _e4m3_bytes(normed * inverse[:, :, None]), mask=stored[:, :, None])
+    tl.store(row_scale + (block * row_scale_stride)[None, :] + token[:, None], scales, mask=stored)
 
 
 @triton.jit
@@ -178,7 +185,7 @@ def quantize_norm(
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and residual and weight must match x")
-    x = x.contiguous()
+    x, options = align(x.contiguous()), choose_tile(width)
     total = x if residual is None else torch.empty_like(x)
     statistic = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     rows, column_pair = allocate(tokens, width, x.device, rows=True, columns=columns, **multiples)
@@ -186,10 +193,10 @@ def quantize_norm(
     unused = torch.empty(0, dtype=torch.uint8, device=x.device)
     formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
     if tokens:
-        normalize_row[(len(rows[0]),)](
-            x, unused if residual is None else residual.contiguous(), weight, unused if residual is None else total, statistic,
-            rows[0].view(torch.uint8), rows[1], tokens, width, rows[1].stride(1), eps, ADDS=residual is not None, **formula,
-            **choose_launch(width),
+        normalize_row[(triton.cdiv(len(rows[0]), options["ROWS"]),)](
+            x, unused if residual is None else align(residual.contiguous()), align(weight), unused if residual is None else total,
+            statistic, rows[0].view(torch.uint8), rows[1], tokens, len(rows[0]), width, rows[1].stride(1), eps, ADDS=residual is not None,
+            **formula, **options,
         )  # fmt: skip
     if tokens and column_pair is not None:
         data, scale = column_pair

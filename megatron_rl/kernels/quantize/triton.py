@@ -25,6 +25,12 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 """No fused multiply-add: the reference rounds x * inverse before it adds the magic number."""
 
 
+def align(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy if its address is no multiple of 16 bytes. Triton would compile another kernel for it, which may add in another
+    order. Allocations of torch are aligned."""
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+
+
 def choose_launch(width: int) -> dict[str, int | bool]:
     """Return the launch options of a program on whole rows. Without fused multiply-add it rounds as separate operators do."""
     warps = 4 if width <= 2048 else 8 if width <= 4096 else 16
@@ -91,7 +97,7 @@ def _store_columns(
     tl.store(scales + token_tile * width + column, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def quantize_tile(
     x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
     row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,

@@ -1,20 +1,28 @@
 """Softmax over a sharded vocabulary: on a GPU, one pass over the logits forward and one backward.
 
-Each rank summarizes its part of a row of logits x, divided by the temperature, in four numbers:
+A part of a row of logits x, divided by the temperature, is summarized in four numbers:
 
     m = max x        s = sum e^(x - m)        w = sum (x - m) e^(x - m)        x at the target, or 0 if another rank holds it
 
 `combine` computes log-prob, log sum e^x and entropy = log s - w / s of the whole vocabulary from them. All numbers are FP32; logits and
-their gradients are rounded to the dtype of the logits, as separate operators round.
+their gradients are rounded to the dtype of the logits, as separate operators round. The number of parts belongs to the vocabulary
+(`count_parts`), so up to eight ranks, of the trainer or of the engine, add in one order.
 """
 
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 import torch
 
 from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.sums import reference as tree
+
+PARTS = 8
+
+
+def count_parts(vocabulary: int, ranks: int) -> int:
+    """Return into how many parts each of `ranks` ranks cuts its logits."""
+    return max(math.gcd(vocabulary, PARTS) // ranks, 1)
 
 
 class RowScores(NamedTuple):
@@ -26,16 +34,20 @@ class RowScores(NamedTuple):
 
 
 @with_kernel
-def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return m, s, w and the logit of the target, float32 `[n, 4]`, for contiguous logits `[n, v]`. `columns` int64 `[n]` are the columns
-    of the targets, out of range if another rank holds the target."""
+def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float, parts: int = 1) -> torch.Tensor:
+    """Return m, s, w and the logit of the target, float32 `[parts, n, 4]`, for contiguous logits `[n, v]` cut into equal parts. `columns`
+    int64 `[n]` are the columns of the targets, out of range if another rank holds the target. Logits of -inf, though not of the target,
+    have no weight."""
+    here = (columns >= 0) & (columns < logits.shape[-1])
     scaled = logits.float() / temperature
-    largest = scaled.amax(-1, keepdim=True)
+    at_target = scaled.gather(-1, (columns * here).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    scaled = scaled.unflatten(-1, (parts, -1))
+    largest = scaled.amax(-1, keepdim=True).clamp(min=-1e38)
     shifted = scaled - largest
     weights = shifted.exp()
-    here = (columns >= 0) & (columns < logits.shape[-1])
-    at_target = scaled.gather(-1, (columns * here).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-    return torch.stack([largest.squeeze(-1), weights.sum(-1), (shifted * weights).sum(-1), at_target], -1)
+    moments = (shifted * weights).masked_fill(weights == 0, 0.0).sum(-1)
+    owner = (columns // scaled.shape[-1]).unsqueeze(-1) == torch.arange(parts, device=columns.device)
+    return torch.stack([largest.squeeze(-1), weights.sum(-1), moments, at_target.unsqueeze(-1) * owner], -1).transpose(0, 1)
 
 
 @with_kernel
@@ -47,13 +59,11 @@ def differentiate_(logits: torch.Tensor, columns: torch.Tensor, log_sums: torch.
     logits.copy_(of_logits.scatter_add_(-1, (columns * here).unsqueeze(-1), (scaled * here).unsqueeze(-1)))
 
 
-def combine(parts: Sequence[torch.Tensor]) -> RowScores:
-    """Return the scores of rows over the whole vocabulary, given the summaries float32 `[n, 4]` of each rank in order."""
-    largest = torch.stack([part[:, 0] for part in parts]).amax(0)
-    terms = []
-    for m, s, w, x in (part.unbind(-1) for part in parts):
-        factor = (m - largest).exp()
-        terms.append(torch.stack([factor * s, factor * (w + s * (m - largest)), x], -1))
-    s, w, x = tree.add(terms).unbind(-1)
+def combine(parts: torch.Tensor) -> RowScores:
+    """Return the scores of rows over the whole vocabulary, given the summaries float32 `[parts, n, 4]` of all parts in order."""
+    m, s, w, x = parts.unbind(-1)
+    largest = m.amax(0)
+    factor = (m - largest).exp()
+    s, w, x = tree.add(torch.stack([factor * s, factor * (w + s * (m - largest)), x], -1).unbind()).unbind(-1)
     logarithms = s.log()
     return RowScores((x - largest) - logarithms, largest + logarithms, logarithms - w / s)

@@ -5,14 +5,27 @@ import triton
 import triton.language as tl
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
-_COLUMNS = 4096  # logits that a program loads at a time
+_LEVELS = 12
+_COLUMNS = 1 << _LEVELS  # logits that a program loads at a time
 
 
 @triton.jit
-def summarize_row(logits, columns, result, width, temperature, SCALED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program per row of logits [n, width]: result [n, 4]. The sums are rescaled whenever a larger logit is found."""
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * width
+def _add_pairs(values, LEVELS: tl.constexpr):
+    """Return the sum of 2^LEVELS numbers by a tree of neighbors, in one order for any layout. `tl.sum` follows the layout, which depends on
+    the dtype and the alignment of the logits."""
+    for _ in tl.static_range(LEVELS):
+        a, b = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
+        values = a + b
+    return tl.sum(values, axis=0)
+
+
+@triton.jit
+def summarize_row(logits, columns, result, stride, width, temperature, SCALED: tl.constexpr, LEVELS: tl.constexpr):
+    """One program per row and part of logits [n, parts * width], rows `stride` apart: result [parts, n, 4]. The sums are rescaled whenever
+    a larger logit is found."""
+    COLUMNS: tl.constexpr = 1 << LEVELS
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * stride + part * width
     largest = tl.full([], -1e38, tl.float32)  # finite, so that largest - largest is 0
     total, moment = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
@@ -27,17 +40,18 @@ def summarize_row(logits, columns, result, width, temperature, SCALED: tl.conste
         shifted = x - larger
         weight = tl.exp(shifted)
         total += weight
-        moment += tl.where(column < width, shifted * weight, 0.0)
+        moment += tl.where(weight > 0.0, shifted * weight, 0.0)  # 0 for logits of -inf
         largest = larger
-    target = tl.load(columns + row)
+    target = tl.load(columns + row) - part * width
     here = (target >= 0) & (target < width)
     at_target = tl.load(logits + tl.where(here, target, 0), mask=here, other=0.0).to(tl.float32)
     if SCALED:
         at_target = tl.div_rn(at_target, at_target * 0.0 + temperature)
-    tl.store(result + row * 4, largest)
-    tl.store(result + row * 4 + 1, tl.sum(total, axis=0))
-    tl.store(result + row * 4 + 2, tl.sum(moment, axis=0))
-    tl.store(result + row * 4 + 3, at_target)
+    result += (part * tl.num_programs(0) + row) * 4
+    tl.store(result, largest)
+    tl.store(result + 1, _add_pairs(total, LEVELS))
+    tl.store(result + 2, _add_pairs(moment, LEVELS))
+    tl.store(result + 3, at_target)
 
 
 @triton.jit
@@ -54,13 +68,13 @@ def differentiate_logits(logits, result, columns, log_sums, scaled, width, tempe
     tl.store(result + row * width + column, gradient.to(result.dtype.element_ty), mask=inside)
 
 
-def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+def summarize(logits: torch.Tensor, columns: torch.Tensor, temperature: float, parts: int = 1) -> torch.Tensor:
     """Compute `kernels.vocabulary.reference.summarize`. Raise ValueError if shapes do not match."""
     _check(logits, columns)
-    result = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
+    result = torch.empty(parts, len(logits), 4, dtype=torch.float32, device=logits.device)
     if len(logits):
-        options = {"SCALED": temperature != 1.0, "COLUMNS": _COLUMNS}
-        summarize_row[(len(logits),)](logits, columns, result, logits.shape[1], temperature, **options, **LAUNCH)
+        options, width = {"SCALED": temperature != 1.0, "LEVELS": _LEVELS}, logits.shape[1]
+        summarize_row[(len(logits), parts)](logits, columns, result, width, width // parts, temperature, **options, **LAUNCH)
     return result
 
 

@@ -103,7 +103,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write state.json with its own digest; flush it and all folders to disk. Raise OSError."""
     state = json.loads(json.dumps(state))  # as it will be read
     state["files"][_STATE] = _digest(state)
-    with open(folder / _STATE, "w") as file:
+    with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(json.dumps(state, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -51,7 +51,7 @@ class RMSNorm(torch.nn.RMSNorm):
             if self.fusion is not None and self.fusion.applies(self, x):
                 return self.fusion.take(self, x)
             if x.is_cuda:
-                return rms.Norm.apply(x, None, self.scale, self.eps)[1] if self.zero_centered else super().forward(x)
+                return rms.Norm.apply(x, None, self.scale, self.eps)[1]
             return batch_invariant.rms_norm(x, self.scale, cast(float, self.eps))
 
     @property

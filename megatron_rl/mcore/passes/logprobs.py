@@ -5,8 +5,8 @@ pass recomputes a chunk's logits and multiplies their gradient into those of hid
 tokens x vocabulary, for one more matrix product. Tensor-parallel ranks share the vocabulary and exchange maxima and sums per chunk.
 
 On a CPU, the log-probs equal those of the engine's operator bit for bit, for any chunk size and number of ranks. On a GPU, fused kernels
-(`kernels.vocabulary`) score a chunk and differentiate it in place, unless a filter kept only some tokens (`Targets.kept`). They can also
-reuse logits kept by the forward pass (`keep_logits`), which saves the recomputation.
+(`kernels.vocabulary`) score a chunk and differentiate it in place, unless a filter kept only some tokens (`Targets.kept`): then PyTorch's
+operators differentiate. The kernels can also reuse logits kept by the forward pass (`keep_logits`), which saves the recomputation.
 """
 
 from __future__ import annotations
@@ -116,8 +116,12 @@ def score_tokens(
     return logprobs, entropies
 
 
+def _runs_kernels(hidden: torch.Tensor) -> bool:
+    return hidden.is_cuda
+
+
 def _is_fused(hidden: torch.Tensor, targets: Targets) -> bool:
-    return hidden.is_cuda and targets.kept is None
+    return _runs_kernels(hidden) and targets.kept is None
 
 
 class _TokenScores(torch.autograd.Function):
@@ -127,9 +131,10 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.logits = []
-        if _is_fused(hidden, targets):
-            logprobs, log_sums, entropies = _score_in_one_pass(hidden, weight, targets, ctx.logits if keep_logits else None)
-            all_log_sums = log_sums
+        if _runs_kernels(hidden):
+            keep = ctx.logits if keep_logits and targets.kept is None else None
+            (logprobs, log_sums, entropies), of_all = _score_in_one_pass(hidden, weight, targets, with_entropy, keep)
+            all_log_sums, entropies = of_all.log_sums, of_all.entropies
         elif with_entropy:
             logprobs, entropies, log_sums, all_log_sums = _score(hidden, weight, targets, _score_with_entropy)
         else:
@@ -213,22 +218,27 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_r
 
 
 def _score_in_one_pass(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, keep: list[torch.Tensor] | None
-) -> vocabulary.RowScores:
-    """Return scores [n] from the fused kernel and append each chunk's logits to `keep`. Ranks exchange four numbers per token, once."""
-    parts = []
-    for chunk in _cut_into_chunks(len(hidden), len(weight), True):
-        logits = hidden[chunk] @ weight.t()
-        parts.append(vocabulary.summarize(logits, targets[chunk].find_columns(len(weight)), targets.temperature))
+    hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, with_entropy: bool, keep: list[torch.Tensor] | None
+) -> tuple[vocabulary.RowScores, vocabulary.RowScores]:
+    """Return scores [n] from the fused kernel, over kept tokens and, `with_entropy`, over all tokens, and append each chunk's logits to
+    `keep`. Ranks exchange four numbers per token and part of the vocabulary."""
+    ranks, filtered, summaries = parallel_state.get_tensor_model_parallel_world_size(), targets.kept is not None, list[torch.Tensor]()
+    parts = vocabulary.count_parts(len(weight) * ranks, ranks)
+    for chunk in _cut_into_chunks(len(hidden), len(weight), not filtered):
+        logits, own = hidden[chunk] @ weight.t(), targets[chunk]
+        seen = [own.keep(logits), logits] if filtered and with_entropy else [own.keep(logits)]
+        columns = own.find_columns(len(weight))
+        summaries.append(torch.stack([vocabulary.summarize(each, columns, own.temperature, parts) for each in seen], -1))
         if keep is not None:
             keep.append(logits)
-        del logits  # free them before the next chunk
-    own, size = torch.cat(parts), parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1:
-        return vocabulary.combine([own])
-    gathered = own.new_empty(size * len(own), own.shape[1])
-    dist.all_gather_into_tensor(gathered, own, group=parallel_state.get_tensor_model_parallel_group())
-    return vocabulary.combine(gathered.chunk(size))
+        del logits, seen  # free them before the next chunk
+    local = torch.cat(summaries, 1)
+    gathered = local
+    if ranks > 1:
+        gathered = local.new_empty(ranks * parts, *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local, group=parallel_state.get_tensor_model_parallel_group())
+    scores = [vocabulary.combine(each) for each in gathered.unbind(-1)]
+    return scores[0], scores[-1]
 
 
 def _normalize(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.hub import HubModel
 from megatron_rl.config.launch import read_launch
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.reading import check_path, reading
@@ -54,7 +55,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.mtp_layers import list_mtp_copies
 from parallel.shards import HFTensor, Region, take_all
 from parallel.transport.process_group import register_shared_gloo
-from parallel.wrappers import rewrap
+from parallel.wrappers import DECODER, rewrap
 
 
 class _Source(NamedTuple):
@@ -265,10 +266,14 @@ def export_adapters(folder: Path, output: Path) -> None:
     lora = read_settings(state)
     geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
+    if any(DECODER in name and ".experts." in name for name in tensors):
+        print("adapters of experts are written, but peft 0.21 has no place for them in models of this family", flush=True)
+    hub = HubModel.parse(Path(state["base"]))
     description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": state["base"],
+        "base_model_name_or_path": hub.repository if hub else os.path.abspath(state["base"]),
+        "revision": hub.revision if hub else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -278,11 +283,13 @@ def export_adapters(folder: Path, output: Path) -> None:
     }
     with atomic_folder(output) as temporary:
         write_file(temporary / "adapter_model.safetensors", tensors)
-        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+        (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
-    """Return the tensors by PEFT's names."""
+    """Return the tensors by PEFT's names. Those of a wrapper have two: PEFT loads them by one into the class of the whole model, as vLLM
+    does, and by the other into that of its decoder, `AutoModelForCausalLM`. Each ignores what it does not know. PEFT merges the two of
+    an expert's, so these have one."""
     tensors: dict[str, torch.Tensor] = {}
     for layer in geometry.list_weights():
         by_name = {weight.megatron: weight for weight in layer}
@@ -290,7 +297,9 @@ def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, to
             if name.endswith(".lora_B"):
                 a = weights.read_values(by_name[name.removesuffix("B") + "A"].pieces[0])
                 for tensor in {piece.tensor for piece in up.pieces}:
-                    peft = f"base_model.model.{tensor.name}"
-                    tensors[peft.replace(".lora_B.", ".lora_A.")] = a.clone()
-                    tensors[peft] = weights.read_values(take_all(tensor)).clone()
+                    b = weights.read_values(take_all(tensor))
+                    second = tensor.name if ".experts." in tensor.name else tensor.name.replace(DECODER, "model.", 1)
+                    for stored in {tensor.name, second}:
+                        peft = f"base_model.model.{stored}"
+                        tensors |= {peft.replace(".lora_B.", ".lora_A."): a.clone(), peft: b.clone()}
     return tensors

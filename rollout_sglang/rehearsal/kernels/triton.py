@@ -96,6 +96,21 @@ def _multiply_tile(call: Call, given: Given) -> None:
     call.multiplied("fp8" if scaled else "bf16", 2 * x.shape[0] * x.shape[1] * weight.shape[0], x, weight, given["result"], *scales)
 
 
+def _normalize_rows(call: Call, given: Given) -> None:
+    """megatron_rl/kernels/norm/triton.py"""
+    call.check_all(given, "x [T H W] half (* * 1); weight [W] float")
+    call.moved(given["x"], given["result"], *((given["residual"], given["total"]) if given["ADDS"] else ()))
+
+
+def _rotate_heads(call: Call, given: Given) -> None:
+    """megatron_rl/kernels/heads/triton.py"""
+    sources = "query_source [T G Q D] half (* * D 1); key_source [T G 1 D] =query_source (* * * 1)"
+    call.check_all(given, f"{sources}; query [T * D] =query_source; key [T G D] =query_source")
+    if given["ROTATES"]:
+        call.check_all(given, f"positions [T] index; cos [* {call.sizes['D'] // 2}] float32; sin [* {call.sizes['D'] // 2}] float32")
+    call.moved(*(given[name] for name in ("query_source", "key_source", "query", "key")))
+
+
 def _check_bias(call: Call, given: Given) -> None:
     if given["HAS_BIAS"] and not given["HAS_TOKEN_BIAS"]:
         call.check_all(given, "bias_ptr [N] float (*)")
@@ -165,6 +180,13 @@ _KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
         "k_nope_ptr [T H N] half (* * 1); k_rope_ptr [T 1 R] half (* * 1)", "k_nope_ptr k_rope_ptr k_ptr", rule=_check_joined_keys
     ),
     "_per_token_quant_int8": Kernel("x_ptr [T K] float; xq_ptr [T K] int8; scale_ptr [T 1] float", "x_ptr xq_ptr scale_ptr"),
+    "normalize_rows": _normalize_rows,
+    "rotate_head_tile": _rotate_heads,
+    "rotate_token": Kernel(
+        "x [T H D] half (* * 1); result [T H D] =x; positions [T] index; cos [* P] float32; sin [* P] float32", "x result"
+    ),
+    "multiply_row": Kernel("x [T W] half; result [T *] =x", "x result"),
+    "summarize_row": Kernel("logits [N V] float; columns [N] int64; result [* N 4] float32", "logits result"),
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
     **delta.KERNELS,

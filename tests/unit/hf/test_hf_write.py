@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,18 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import atomic_folder, write_checkpoint, write_file
 
 
-def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
+@pytest.mark.parametrize(("umask", "of_folders", "of_files"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0o002, 0o775, 0o664)])
+def test_a_finished_folder_appears_at_once_with_the_modes_of_the_umask(tmp_path, request, umask, of_folders, of_files):
     target = tmp_path / "a" / "model"
+    request.addfinalizer(partial(os.umask, os.umask(umask)))
     with atomic_folder(target) as folder:
         (folder / "file").write_text("x")
-        (folder / "sub").mkdir(0o700)
+        (folder / "sub").mkdir()
         write_file(folder / "sub" / "weights", {"a": torch.zeros(1)})
         assert not target.exists() and folder.parent == target.parent
     assert (target / "file").read_text() == "x"
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (target, *target.rglob("*"))}
-    assert modes == {"model": 0o755, "file": 0o644, "sub": 0o755, "weights": 0o644}
+    assert modes == {"model": of_folders, "file": of_files, "sub": of_folders, "weights": of_files}
     assert os.listdir(target.parent) == ["model"]
 
 

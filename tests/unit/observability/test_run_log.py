@@ -227,14 +227,62 @@ def test_mlflow_has_the_configuration_and_every_value(tmp_path, mlflow_client, s
     assert {each.data.tags.get("resumed_from_step") for each in mlflow_client.search_runs([run.info.experiment_id])} == {None, "7"}
 
 
+ODD = {
+    "eval/pass@4": "eval/pass_at_4", "eval/source_a+b": "eval/source_a_b", "eval/source_a=b": None,
+    "eval/source_x": "eval/source_x", "eval/source_x/y": "eval_source_x_y", "eval/source_../z": "eval/source_../z",
+    "/a//./b": "a/b", "reward/part/" + "n" * 300: None, "eval/source_数学": "eval/source_数学", "eval/source_(語)": "eval/source__語_",
+}  # fmt: skip
+
+
+def test_a_metric_whose_name_mlflow_refuses_gets_another_and_no_two_share_one(tmp_path, mlflow_client):
+    trackers = Trackers(pytest.fail)
+    trackers.start(["mlflow"], tmp_path, config("mlflow") | {"data": {"settings": {"a@b": 1, "a+b": 2, "a=b": 3}}}, None)
+    for step in range(2):
+        trackers.log({name: step + number / 16 for number, name in enumerate(ODD)}, step)
+    trackers.finish("finished")
+    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
+    assert sorted(run.data.metrics.values()) == [1 + number / 16 for number in range(len(ODD))]
+    for number, given in enumerate(ODD.values()):
+        if given:
+            assert [each.value for each in mlflow_client.get_metric_history(run.info.run_id, given)] == [number / 16, 1 + number / 16]
+    assert {name for name in run.data.params if "settings" in name} >= {"data.settings.a_at_b", "data.settings.a_b"}
+
+
+def test_a_refused_metric_takes_no_others_with_it_and_is_named_once(tmp_path, mlflow_client):
+    told = []
+    trackers = Trackers(told.append)
+    trackers.start(["mlflow"], tmp_path, config("mlflow"), None)
+    for step in range(3):
+        trackers.log(
+            {"reward/mean": 0.5, "reward/odd": "text", "grad_norm": 1.0} | {f"router/load/layer_{n}": 1.0 for n in range(1200)}, step
+        )
+    trackers.finish("finished")
+    (run,) = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("megatron-rl").experiment_id])
+    assert len(run.data.metrics) == 1202 and len(mlflow_client.get_metric_history(run.info.run_id, "grad_norm")) == 3
+    assert len(told) == 1 and told[0].startswith("tracker mlflow refuses metrics, which it will not get (reward/odd: ")
+
+
+def test_tensorboard_keeps_every_name(tmp_path):
+    trackers = Trackers(pytest.fail)
+    trackers.start(["tensorboard"], tmp_path, config("tensorboard"), None)
+    trackers.log(dict.fromkeys(ODD, 0.5), 1)
+    trackers.finish("finished")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {name: [each.value for each in events.Scalars(name)] for name in ODD} == {name: [0.5] for name in ODD}
+
+
 def test_wandb_writes_every_step_offline(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_run(tmp_path, "wandb", "finished")
+    trackers = Trackers(pytest.fail)
+    trackers.start(["wandb"], tmp_path, config("wandb"), None)
+    for row in ROWS:
+        trackers.log({**row, "eval/pass@4": 0.125, "eval/source_数": 2.0, "eval/source_語": 3.0}, row["step"])
+    trackers.finish("finished")
     wandb.teardown()  # as at the end of a process: its service writes on for a while after a run has finished
     (record,) = tmp_path.rglob("run-*.wandb")
     written = record.read_bytes()  # protocol buffers, whose strings are plain
-    for text in (b"reward/mean", b"0.25", b"0.5", b"grad_norm", b"NaN", b'"steps"'):
+    for text in (b"reward/mean", b"0.25", b"0.5", b"grad_norm", b"NaN", b'"steps"', b"eval/pass_at_4", b"eval/source__", b"eval/source___"):
         assert text in written, text
 
 

@@ -108,7 +108,7 @@ def test_no_tensor_has_all_logits(monkeypatch):
 
 def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch):
     """With fused kernels. They cannot differentiate entropies; then the logits are recomputed."""
-    monkeypatch.setattr(logprobs, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(logprobs, "_runs_kernels", lambda _: True)
     monkeypatch.setattr(logprobs, "LOGITS_PER_GPU_CHUNK", 16 * VOCABULARY)
     monkeypatch.setattr(logprobs, "_TILE", 16)
     hidden, weight, tokens = make_layer(torch.bfloat16)
@@ -124,6 +124,23 @@ def test_logits_that_are_kept_give_the_same_bits_and_save_a_product(monkeypatch)
         (kept, made_once), (anew, made_twice) = (run(keep, of_entropies) for keep in (True, False))
         assert all(map(torch.equal, kept, anew)) and kept[2].any() and kept[3].any()
         assert (made_once, made_twice) == (products, 4)
+
+
+def test_the_kernels_score_kept_tokens_as_pytorchs_operators_do(monkeypatch):
+    """Rows that keep some tokens, one that keeps all, and one whose only kept token is the target."""
+    hidden, weight, tokens = make_layer(torch.float32)
+    kept = torch.stack([tokens, (tokens + 3) % VOCABULARY, (tokens + 7) % VOCABULARY], 1).int()
+    kept[0], kept[1, 1:] = -1, -1
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(logprobs, "_runs_kernels", lambda _, kernels=kernels: kernels)
+        scored, entropies = score_tokens(hidden, weight, Targets(tokens, 0.7, kept), keep_logits=True)
+        alone = token_logprobs(hidden, weight, Targets(tokens, 0.7, kept))
+        loss = (scored * torch.linspace(-1, 1, TOKENS)).sum() + entropies.sum()
+        found.append([scored, entropies, alone, *torch.autograd.grad(loss, (hidden, weight))])
+    assert found[0][0][1] == found[1][0][1] == 0 and torch.equal(found[1][0], found[1][2])
+    for operators, kernels in zip(*found, strict=True):
+        torch.testing.assert_close(operators, kernels, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask, index", [

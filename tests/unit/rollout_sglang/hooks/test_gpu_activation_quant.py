@@ -49,6 +49,16 @@ def functions_of(file: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
+def find_function(target: str) -> ast.FunctionDef:
+    """Return the function `sglang.module.function` or `sglang.module.class.function`."""
+    *module, owner, name = target.removeprefix("sglang.").split(".")
+    if (SGLANG / "/".join([*module, f"{owner}.py"])).exists():
+        return functions_of("/".join([*module, f"{owner}.py"]))[name]
+    tree = ast.parse((SGLANG / ("/".join(module) + ".py")).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
+    return next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
 def quantizers_called_by(file: str, name: str) -> set[str]:
     calls = (node.func for node in ast.walk(functions_of(file)[name]) if isinstance(node, ast.Call))
     called = {getattr(function, "id", getattr(function, "attr", "")) for function in calls}
@@ -57,8 +67,7 @@ def quantizers_called_by(file: str, name: str) -> set[str]:
 
 @pytest.mark.parametrize("target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value)))
 def test_replacements_take_the_same_arguments(target, function, kind):
-    module, _, name = target.removeprefix("sglang.").rpartition(".")
-    theirs = functions_of(module.replace(".", "/") + ".py")[name].args
+    theirs = find_function(target).args
     ours = list(inspect.signature(function).parameters.values())
     if kind == "AROUND":
         assert ours.pop(0).name == "original"

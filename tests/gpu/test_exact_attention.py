@@ -1,0 +1,89 @@
+"""SGLang's FlashAttention 3 in one split: prompts in chunks and decoded tokens, from paged keys, have the bits of whole packed sequences,
+for the widths of heads that trainer and engine would share. Nothing in the trainer attends by it yet: this decides for which widths it can.
+On a CPU, a stand-in that attends exactly, or in an order that follows the queries, checks the test itself."""
+
+import itertools
+
+import pytest
+import torch
+from support.kernel_tests import random
+
+LENGTHS = {"cuda": (4097, 300, 64, 1), "cpu": (70, 33, 1)}
+CHUNKS = (1, 40, 128)
+
+
+class FlashAttention3:
+    """Keys lie in pages of one token, as in SGLang."""
+
+    def __init__(self):
+        from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._packed, self._cached = flash_attn_varlen_func, flash_attn_with_kvcache
+
+    def attend_packed(self, q, k, v, starts, longest):
+        """Return `[t, heads, d]`, as a trainer would compute it."""
+        return self._packed(q, k, v, starts, starts, max(longest, 2), max(longest, 2), causal=True, num_splits=1)
+
+    def attend_cached(self, q, k, v, count):
+        """Return `[n, heads, d]` of the last n of `count` tokens of a sequence, as an engine computes it. At least two queries are
+        announced: for one, FlashAttention 3 chooses other tiles."""
+        pages = torch.randperm(len(k), generator=torch.Generator().manual_seed(0)).int().to(q.device)
+        k_cache, v_cache = (torch.empty_like(x).index_copy_(0, pages.long(), x).unsqueeze(1) for x in (k, v))
+        starts = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+        lengths = torch.tensor([count], dtype=torch.int32, device=q.device)
+        options = {"cache_seqlens": lengths, "page_table": pages[None], "cu_seqlens_q": starts, "max_seqlen_q": max(len(q), 2)}
+        return self._cached(q, k_cache, v_cache, **options, causal=True, num_splits=1)
+
+
+class Exact:
+    """The same in float64, rounded to BF16. With `rounds`, the weights of a single query are rounded, too."""
+
+    def __init__(self, rounds=False):
+        self._rounds = rounds
+
+    def attend_packed(self, q, k, v, starts, longest):
+        bounds = starts.tolist()
+        spans = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        return torch.cat([self.attend_cached(q[span], k[span], v[span], span.stop - span.start) for span in spans])
+
+    def attend_cached(self, q, k, v, count):
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x[:count].double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[-1] ** -0.5
+        last = torch.arange(count - len(q), count)
+        weights = scores.masked_fill(torch.arange(count) > last[:, None], -torch.inf).softmax(-1)
+        if self._rounds and len(q) == 1:
+            weights = weights.bfloat16().double()
+        return torch.einsum("hqk,khd->qhd", weights, values).bfloat16()
+
+
+def count_different_tokens(library, heads, groups, dim, lengths, device):
+    """Return by way of computation the number of tokens of which a bit differs from the packed sequences', of all tokens compared."""
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    q, k, v = (random(sum(lengths), count, dim, seed=count, dtype=torch.bfloat16).to(device) for count in (heads, groups, groups))
+    whole, different = library.attend_packed(q, k, v, starts, max(lengths)), {"another packing": 0} | {f"chunks of {n}": 0 for n in CHUNKS}
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        own = slice(start, start + length)
+        alone = library.attend_packed(q[own], k[own], v[own], torch.tensor([0, length], device=device).int(), length)
+        different["another packing"] += int((alone != whole[own]).flatten(1).any(1).sum())
+        for size in CHUNKS:  # every chunk of a short sequence, 50 chunks of a long one; of one token: decoded tokens
+            ends = range(length, 0, -size)
+            for end in ends[:: max(1, len(ends) // 50)]:
+                rows = slice(start + max(end - size, 0), start + end)
+                found = library.attend_cached(q[rows], k[own], v[own], end)
+                different[f"chunks of {size}"] += int((found != whole[rows]).flatten(1).any(1).sum())
+    return different
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, groups, dim", [(32, 8, 128), (8, 8, 128), (16, 2, 64), (8, 2, 256)])
+def test_one_split_has_the_bits_of_packed_sequences(heads, groups, dim, record_property):
+    found = count_different_tokens(FlashAttention3(), heads, groups, dim, LENGTHS["cuda"], "cuda")
+    record_property(f"{heads} heads of {dim}, {groups} groups: tokens that differ", found)
+    assert not any(found.values()), found
+
+
+def test_the_comparison_itself():
+    assert not any(count_different_tokens(Exact(), 4, 2, 16, LENGTHS["cpu"], "cpu").values())
+    planted = count_different_tokens(Exact(rounds=True), 4, 2, 16, LENGTHS["cpu"], "cpu")
+    assert planted["chunks of 1"] > 50 and planted["chunks of 128"] == 0

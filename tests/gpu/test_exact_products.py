@@ -1,0 +1,58 @@
+"""Products of both sides: a row alone has the bits that it has among others, by DeepGEMM in FP8, and in BF16 in its deterministic mode.
+Nothing on either side runs the BF16 product yet: this decides whether it can."""
+
+import pytest
+import torch
+from support.kernel_tests import random
+
+from megatron_rl.kernels.linear import make_backend
+from megatron_rl.precision.fp8 import quantize_weight
+from parallel.formats import FP8
+
+SHAPES = {"cuda": ((4096, 6144), (12288, 4096), (2048, 151936)), "cpu": ((256, 128),)}  # K, N
+TOKENS, COUNTS = {"cuda": 4096, "cpu": 96}, (1, 15, 65)
+
+
+def test_fp8(device, backends, subtests):
+    if "deep_gemm" not in backends:
+        pytest.fail("DeepGEMM is missing, see the summary")
+    backend = make_backend("deep_gemm", FP8.with_scales("pow2"))
+    for k, n in SHAPES[device][:2]:
+        with subtests.test(K=k, N=n):
+            x, master = random(TOKENS[device], k, seed=0, dtype=torch.bfloat16).to(device), random(n, k, seed=1).to(device)
+            weight = backend.prepare(quantize_weight(master, "pow2"), None)
+            whole = multiply_fp8(backend, x, weight)
+            for count in COUNTS:
+                assert torch.equal(multiply_fp8(backend, x[:count], weight), whole[:count]), count
+                assert torch.equal(multiply_fp8(backend, x[-count:], weight), whole[-count:]), count
+
+
+def multiply_fp8(backend, x, weight):
+    return backend.fprop(backend.quantize(x.contiguous(), rows=True, columns=False), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bf16_in_the_deterministic_mode(dtype, subtests, record_property):
+    import deep_gemm
+
+    assert hasattr(deep_gemm, "use_deterministic_algorithms"), (
+        "this DeepGEMM multiplies BF16 by cuBLASLt, in an order that follows the rows"
+    )
+    deep_gemm.use_deterministic_algorithms(True)
+    try:
+        for k, n in SHAPES["cuda"]:
+            with subtests.test(K=k, N=n):
+                x, weight = (random(rows, k, seed=rows, dtype=torch.bfloat16).cuda() for rows in (512, n))
+                whole = multiply_bf16(deep_gemm, x, weight, dtype)
+                for count in COUNTS:
+                    assert torch.equal(multiply_bf16(deep_gemm, x[:count], weight, dtype), whole[:count]), count
+                record_property(f"K={k} N={n} {dtype}: values of cuBLAS that differ", int(((x @ weight.t()).to(dtype) != whole).sum()))
+    finally:
+        deep_gemm.use_deterministic_algorithms(False)
+
+
+def multiply_bf16(deep_gemm, x, weight, dtype):
+    result = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+    deep_gemm.bf16_gemm_nt(x, weight, result)
+    return result
