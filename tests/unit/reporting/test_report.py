@@ -186,7 +186,19 @@ def test_a_run_whose_process_has_ended_without_a_word_was_killed(tmp_path: Path)
     with (folder / "run.log").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the run itself has it
         assert "✗ killed" not in Page(write_report(folder)).text
-    assert "The run was killed after step 1 of 2: its process has ended without recording why" in Page(write_report(folder)).text
+    assert (
+        "The run was killed after step 1 of 2: its process has ended without recording why, as after SIGKILL"
+        in Page(write_report(folder)).text
+    )
+    (folder / "ranks").mkdir()
+    status = {"rank": 0, "host": "a", "pid": 1, "phase": "train", "step": 2, "seconds": 1.0, "limit": 0.0}
+    (folder / "ranks" / "rank_00000.json").write_text(json.dumps(status))
+    log = folder / "ranks" / "rank_00001.log"
+    log.write_text("rank 1 of 2: process 7 on a\nFatal Python error: Segmentation fault\nrank 1 of 2: process 8 on a\n")
+    sentence = CliRunner().invoke(app, ["report", str(folder)]).stdout.splitlines()[1]
+    assert sentence.startswith("The run was killed after step 1 of 2, in train of step 2: its process has ended without"), sentence
+    log.write_text(log.read_text() + "Fatal Python error: Bus error\n")
+    assert "train of step 2: its process crashed (Bus error; the stacks are in ranks/rank_00001.log)" in Page(write_report(folder)).text
 
 
 def test_broken_run_is_shown_as_broken(tmp_path: Path):
