@@ -60,7 +60,8 @@ def _die_with_server() -> None:
 
 def main(arguments: list[str]) -> None:
     """Serve until a signal ends the process. `arguments`: `--parent PID` followed by SGLang's arguments."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning to every process; only the trainer reacts
+    for number in (signal.SIGHUP, signal.SIGUSR1):  # a cluster's warning to every process; only the trainer reacts
+        signal.signal(number, signal.SIG_IGN)
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if (parent := int(arguments[1])) != _NO_PARENT:
         die_with_parent(parent, signal.SIGTERM if launcher else signal.SIGKILL)

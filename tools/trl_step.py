@@ -1,6 +1,8 @@
 """A step of TRL's GRPO with the quickstart's model and sizes, to compare its seconds with `time/step` of the quickstart.
 
-    python tools/trl_step.py runs/quickstart-model --steps 4     # in an environment of its own: pip install torch==2.13.0 trl==1.16.0
+    python tools/trl_step.py examples/arithmetic/models/quickstart --steps 4
+
+In an environment of its own: pip install torch==2.13.0 trl==1.16.0.
 
 TRL trains in FP32 and generates with transformers. A step has 256 completions of at most 24 tokens for 32 prompts and two updates, like the
 quickstart's. Rewards are zero or one at random, because only the time counts. Prints wall and CPU seconds per step.

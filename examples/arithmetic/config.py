@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from megatron_rl.config import Config
@@ -63,6 +65,8 @@ class WarmStartConfig(ConfigSection):
     tool_share: float = Field(0.0, ge=0, le=1)
     """Share of the examples that call a tool: the calculator of the run's environment or agent."""
     seed: int = 0
+    saved_as: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the written checkpoint. The shipped models are BF16, since half as many bytes are enough."""
 
 
 class DemoConfig(Config):

@@ -44,7 +44,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
         "eos_token_id": eos_token_id,
         "pad_token_id": eos_token_id,
         "torch_dtype": FORMATS[high].dtype,
-        **(_expert_fields(architecture) if architecture.num_experts else {}),
+        **(_expert_fields(architecture) if architecture.num_experts and not architecture.num_nextn_predict_layers else {}),
         **(_hybrid_fields(architecture) if architecture.full_attention_interval else {}),
         **(_glm_fields(architecture) if architecture.num_nextn_predict_layers else {}),
     }
@@ -80,7 +80,8 @@ def _glm_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
-        _NEXT_LAYERS: architecture.num_nextn_predict_layers,
+        **architecture.model_dump(include={_NEXT_LAYERS, "num_experts_per_tok", "moe_intermediate_size"}),
+        "norm_topk_prob": True,
         "n_routed_experts": architecture.num_experts,
         "n_shared_experts": 1,
         "n_group": 1,

@@ -33,9 +33,6 @@ from megatron_rl.types import Problem
 from parallel.layout import Layout
 from parallel.model_geometry import with_trained_mtp
 
-_MASTERS = {"mode": "bf16", "high": "fp32"}
-"""Precision of the written checkpoint: FP32, nothing quantized."""
-
 
 def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], target: Path, notify: Callable[[str], None]) -> None:
     """Train the checkpoint at `model.path` on problems of `levels` and write the result to `target`. Collective.
@@ -61,7 +58,7 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         state = {"step": warm.steps, "precision": config.precision.model_dump(mode="json")}
         CheckpointWriter(trained, model, hf_config, start, state).finish()
         try:
-            convert(trained, target, _MASTERS)
+            convert(trained, target, {"mode": "bf16", "high": warm.saved_as})  # nothing is quantized
         finally:
             if is_rank0():
                 shutil.rmtree(trained)

@@ -3,7 +3,7 @@
     python -m examples.arithmetic.warm_start configs/quickstart.toml [--model FILE] [--section.key=value ...]
 
 Trainer, layout, and precision are those of the run. A second file, by default examples/arithmetic/quickstart.toml, has the sections
-`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint with FP32 weights at `model.path`. The folder appears when it
+`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint at `model.path`. The folder appears when it
 is complete, and an existing model is kept.
 """
 
@@ -102,7 +102,8 @@ def _check_same_model(config: DemoConfig) -> None:
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
     for name, value in config.architecture.model_dump().items():
-        existing = geometry.rope.theta if name == "rope_theta" else hf_config.get(name, 0 if name in _ABSENT else value)
+        key = "n_routed_experts" if name == "num_experts" and "n_routed_experts" in hf_config else name
+        existing = geometry.rope.theta if name == "rope_theta" else hf_config.get(key, 0 if name in _ABSENT else value)
         if existing != value:
             fix = "remove that folder, name another model.path, or set it back"
             raise UserError(f"architecture.{name}", value, f"the checkpoint already at {config.model.path} has {existing}", fix)

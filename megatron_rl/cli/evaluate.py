@@ -31,7 +31,6 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.vocabulary import check_vocabulary
 from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
-from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.preflight import EVAL, Facts, check
 from megatron_rl.redaction import redact_data
 from megatron_rl.reporting.eval_page import print_results, write_page
@@ -146,7 +145,6 @@ def _sample(
     chat_template: str | Mapping[str, str] | None,
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return the tallies of all problems and the duration of sampling and scoring in seconds, by checkpoint."""
-    install_signal_handlers(alone=True)  # SIGTERM unwinds the stack, which stops the engine
     samples, total = config.eval.samples, len(problems) * config.eval.samples
     with ExitStack() as resources:
         display = ProgressDisplay(len(checkpoints) * total)

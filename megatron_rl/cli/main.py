@@ -1,7 +1,8 @@
 """The command line: `megatron-rl train | eval | plan | rehearse | graph | locate | export | serve | report | doctor`.
 
 Each command imports its implementation only when it runs, so that `--help` and invalid configurations do not import torch. Expected errors
-print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C.
+print as one line to stderr. Exit codes: 2 for a user error, 3 for a failed run, 130 for Ctrl-C, 143 for SIGTERM and
+SIGUSR1, 129 for SIGHUP.
 """
 
 import inspect
@@ -21,7 +22,10 @@ from megatron_rl import __version__
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.base import MAX_RANKS
 from megatron_rl.config.reading import parse_number, reading
-from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.errors import MegatronRLError, RunError, UserError, escape
+from megatron_rl.observability.signals import install_signal_handlers
+from megatron_rl.observability.streams import keep_streams
+from megatron_rl.redaction import redact
 from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
@@ -96,9 +100,9 @@ def train(
 
     run_dir = run_session(loaded_config, layout)
     if _rank("RANK") == 0:
-        print(f"run folder: {run_dir}")
-        if (page := run_dir / "report.html").exists():
-            print(f"report:     {page}")
+        from megatron_rl.reporting.closing import closing_lines
+
+        print(*closing_lines(run_dir), sep="\n")
 
 
 @app.command("eval", context_settings={"ignore_unknown_options": True})
@@ -249,9 +253,10 @@ def report(
         return
     if output is not None:
         raise UserError("--output", str(output), "only applies to several runs", "remove it, or add more runs")
-    from megatron_rl.reporting.report import write_report
+    from megatron_rl.reporting.report import read_facts, write_report
 
     print(f"report: {write_report(run_dirs[0])}")
+    print(escape(redact(read_facts(run_dirs[0]).state["sentence"])))
 
 
 @app.command()
@@ -276,8 +281,15 @@ def _use_utf8() -> None:
 
 def main() -> None:
     _use_utf8()
+    _prepare_process()
     put_programs_on_path()
     app(prog_name="megatron-rl")
+
+
+def _prepare_process() -> None:
+    """Make this process end well: without its console, and by a signal."""
+    keep_streams()
+    install_signal_handlers()
 
 
 @contextmanager
@@ -325,6 +337,7 @@ def run_script(*commands: Callable[..., None]) -> None:
     for command in commands:
         takes_more = "context" in inspect.signature(command).parameters
         script.command(context_settings={"allow_extra_args": takes_more, "ignore_unknown_options": takes_more})(command)
+    _prepare_process()
     with expected_errors():
         script()
 

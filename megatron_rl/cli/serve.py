@@ -18,7 +18,6 @@ from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_high_f
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import MODES
@@ -44,7 +43,6 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise UserError("--port", port, f"cannot be bound on {host} ({reason})", "choose another port, or another --host") from None
-    install_signal_handlers(alone=True)
     use_private_temporary_folder()
     folder = Path(tempfile.mkdtemp())
 

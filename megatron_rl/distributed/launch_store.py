@@ -16,7 +16,7 @@ from megatron_rl.config.launch import read_launch
 from megatron_rl.distributed import read_outcome, to_run_error, try_call
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.node_lock import make_cache_folder
-from parallel.transport.process_group import listening_store, runs_on_one_node
+from parallel.transport.process_group import find_local_address, listening_store, runs_on_one_node, set_gloo_address
 from parallel.transport.sealed_store import SealedStore, SealError
 
 _STORE_TIMEOUT = datetime.timedelta(hours=1)  # longest time that a rank waits for rank 0's work before the process group exists
@@ -116,8 +116,30 @@ _joins = itertools.count()
 
 
 def join_ranks(backend: str, timeout: datetime.timedelta) -> None:
-    """Create the process group of this launch's ranks, or of this process alone without a launcher."""
+    """Create the process group of this launch's ranks, or of this process alone without a launcher. Raise RunError, naming the remedy, if
+    ranks of several nodes do not reach each other."""
     launch, store = read_launch(joins=True), cast(dist.Store, dist.HashStore())
+    is_nccl, over_nodes = backend == dist.Backend.NCCL, launch.is_launched and not runs_on_one_node()
     if launch.is_launched:
-        store = dist.PrefixStore(f"join {next(_joins)}", open_launch_store(timeout, is_sealed=backend != dist.Backend.NCCL))
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.size)
+        store = dist.PrefixStore(f"join {next(_joins)}", open_launch_store(timeout, is_sealed=not is_nccl))
+    try:
+        if over_nodes and not is_nccl:
+            set_gloo_address(_find_own_address(store, launch.rank, launch.size))
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.size)
+    except (RuntimeError, OSError) as error:
+        if not over_nodes or isinstance(error, SealError):
+            raise
+        reason, variable = str(error).partition("\n")[0], "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
+        fix = f"set {variable} to the interface between the nodes, and MASTER_ADDR to rank 0's address there"
+        raise RunError(f"rank {launch.rank} does not reach the other ranks ({reason}); {fix}") from error
+
+
+def _find_own_address(store: dist.Store, rank: int, size: int) -> str:
+    """Return this node's address on the way to MASTER_ADDR. On rank 0's node, whose own name may be a loopback address there, it is the one
+    on the way to another node, if there is any."""
+    own = find_local_address(os.environ["MASTER_ADDR"])
+    store.set(f"address {rank}", own)
+    if not ip_address(own).is_loopback:
+        return own
+    every = (store.get(f"address {other}").decode() for other in range(size))
+    return find_local_address(next((each for each in every if not ip_address(each).is_loopback), own))

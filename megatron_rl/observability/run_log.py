@@ -33,6 +33,7 @@ from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_u
 from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.run_folder import read_run
+from megatron_rl.observability.streams import take_losses
 from megatron_rl.observability.trackers import Trackers
 from megatron_rl.redaction import redact, redact_data
 
@@ -200,7 +201,8 @@ class RunLog:
         os.fsync(file.fileno())
 
     def _write_log(self, text: str) -> None:
-        self._files["run.log"].write(f"{datetime.now():%H:%M:%S}  {text}\n")
+        for line in (text, *take_losses()):
+            self._files["run.log"].write(f"{datetime.now():%H:%M:%S}  {line}\n")
         with suppress(OSError):  # a full disk: the console has the line, and the next row ends the run
             self._files["run.log"].flush()
 

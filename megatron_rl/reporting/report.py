@@ -6,6 +6,7 @@ says so. All text written by the model is escaped.
 
 import functools
 import os
+import re
 from base64 import b64encode
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, describe, read_declarations
 from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
+from megatron_rl.observability.hang_watchdog import read_rank_status
 from megatron_rl.observability.run_folder import METRICS, PROFILE, is_abandoned, read_file_of, read_jsonl, read_run
 from megatron_rl.redaction import redact
 from megatron_rl.reporting.eval_text import summarize_evaluations
@@ -70,7 +72,7 @@ def read_facts(run_dir: Path) -> RunFacts:
     rows, warning = read_jsonl(run_dir / "metrics.jsonl", METRICS)
     tiles = [_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)]
     warnings = [text for text in (*left_out, warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text]
-    return RunFacts(run, rows, declared, _state(run, rows, is_abandoned(run_dir, run)), tiles, warnings)
+    return RunFacts(run, rows, declared, _state(run, rows, _describe_death(run_dir) if is_abandoned(run_dir, run) else ""), tiles, warnings)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -125,7 +127,7 @@ def headline(rows: Rows) -> str:
     return f"Held-out accuracy {change} over {_count_steps(last_step - first_step)}."
 
 
-def _state(run: dict[str, Any], rows: Rows, abandoned: bool) -> dict[str, str]:
+def _state(run: dict[str, Any], rows: Rows, death: str) -> dict[str, str]:
     """Return how the run ended: `status` (the CSS class), `word` (the badge), `prefix` of the headline, and `sentence`."""
     planned, done = (run.get("config") or {}).get("train", {}).get("steps"), int(rows[-1]["step"] or 0) if rows else 0
     progress = f"step {done} of {planned}" if planned else f"step {done}"
@@ -135,8 +137,8 @@ def _state(run: dict[str, Any], rows: Rows, abandoned: bool) -> dict[str, str]:
     if run["status"] == "running":
         last_time = _last_time(rows)
         last_row = f"; its last row was written on {_format_time(last_time)}" if last_time else ""
-        if abandoned:
-            sentence = f"The run was killed after {progress}: its process has ended without recording why{last_row}."
+        if death:
+            sentence = f"The run was killed after {progress}{death}{last_row}."
             return {"status": "broken", "word": "✗ killed", "prefix": f"Killed after {progress}. ", "sentence": sentence}
         sentence = f"The run has not finished: it is at {progress}, still running or killed on another host{last_row}."
         return {"status": "running", "word": "… not finished", "prefix": f"Not finished, {progress}. ", "sentence": sentence}
@@ -144,6 +146,18 @@ def _state(run: dict[str, Any], rows: Rows, abandoned: bool) -> dict[str, str]:
         sentence = f"run.json says finished, but the last row is {progress}."
         return {"status": "running", "word": "! ended early", "prefix": f"Ended early, {progress}. ", "sentence": sentence}
     return {"status": "finished", "word": "✓ finished", "prefix": "", "sentence": f"The run finished at {progress}."}
+
+
+def _describe_death(run_dir: Path) -> str:
+    """Return what a run left that ended without a word: where rank 0 was, and the first rank's fatal error that its log has."""
+    rank_0 = read_rank_status(run_dir / "ranks", 0)
+    place = f", in {visible(rank_0.location)}" if rank_0 else ""
+    for file in sorted((run_dir / "ranks").glob("rank_*.log")):
+        log, _ = _read_end(file)
+        if found := re.search(r"^Fatal Python error: (.{,80})", log.rpartition(": process ")[2], re.MULTILINE):  # of its last start
+            return f"{place}: its process crashed ({visible(found[1])}; the stacks are in ranks/{file.name})"
+    likely = "as after SIGKILL, which Linux sends to a process when memory runs out (the kernel's log, dmesg, tells)"
+    return f"{place}: its process has ended without recording why, {likely}"
 
 
 def _last_time(rows: Rows) -> float | None:

@@ -17,7 +17,8 @@ from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
 from megatron_rl.evaluation.held_out import compute_eval_metrics
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.observability import hang_watchdog
-from megatron_rl.observability.signals import check_stop
+from megatron_rl.observability.signals import check_stop, stoppable, stopping
+from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.worker import AsyncRolloutWorker
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
@@ -65,7 +66,7 @@ class Loop:
                 metrics = self._step(step)
             metrics |= self._evaluate(step)
             self._write_row(metrics, time.perf_counter() - start)
-            with self._recorder.phase("checkpoint"):
+            with self._recorder.phase("checkpoint"), stopping(at_once=False):
                 self._checkpoints.poll()
                 if step == steps or (every and step % every == 0):
                     self.save(last=step == steps)
@@ -81,7 +82,7 @@ class Loop:
         trainer.take_devices()
         metrics = dict(samples.metrics)
         with phase("logprobs"):
-            metrics |= trainer.compute_logprobs(samples)
+            metrics |= trainer.compute_logprobs(samples, version)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0
         if attribute:
             with phase("attribute"):
@@ -99,24 +100,31 @@ class Loop:
                 metrics |= self._newest.compare(version)
         self._newest.count(metrics)
         check_stop()
-        if trainer.critic is not None:
-            with phase("critic"):
-                metrics |= trainer.critic.update(samples)
-        with phase("train"):
-            metrics |= trainer.update(samples, version)
-        if attribute:
-            metrics |= trainer.attribution.finish()
-        self._recorder.write_samples(step, samples)
-        trainer.leave_devices()
-        self._state = self._snapshot(step, metrics | self._recorder.seconds)
+        with stopping(at_once=False):  # nothing can be saved in between
+            if trainer.critic is not None:
+                with phase("critic"):
+                    metrics |= trainer.critic.update(samples)
+            with phase("train"):
+                metrics |= trainer.update(samples, version)
+            if attribute:
+                metrics |= trainer.attribution.finish()
+            self._recorder.write_samples(step, samples)
+            trainer.leave_devices()
+            self._state = self._snapshot(step, metrics | self._recorder.seconds)
+        check_stop()
         with phase("sync"):
             return metrics | self._run_sync(step)
 
     def _collect(self, step: int) -> StepSamples:
         """Return this rank's samples of a step. Raise EngineLostError if an engine is lost with the columns of some on their way."""
         version = step - 1
+
+        def collect() -> RolloutBatch:
+            with stoppable():
+                return self._worker.value.collect(version)
+
         with self._recorder.phase("generate"):
-            rollout = self._sync.run_with_recovery(version, lambda: Rank0(lambda: self._worker.value.collect(version)))
+            rollout = self._sync.run_with_recovery(version, lambda: Rank0(collect))
         with self._recorder.phase("share"):
             return self._trainer.share_samples(rollout, step)
 
@@ -130,7 +138,8 @@ class Loop:
         hang_watchdog.enter_phase("eval")
 
         def evaluate() -> dict[str, float]:
-            return compute_eval_metrics(self._worker.value.evaluate(step), self._config.eval.samples)
+            with stoppable():
+                return compute_eval_metrics(self._worker.value.evaluate(step), self._config.eval.samples)
 
         return self._sync.run_with_recovery(step, lambda: run_on_rank0(evaluate, dict[str, float]))
 

@@ -34,7 +34,7 @@ from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_folder import read_metrics
 from megatron_rl.observability.run_log import RunLog
-from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
+from megatron_rl.observability.signals import check_stop, is_second, prefer_stop_error, stopping
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.preflight import TRAIN, Needs, check_on_rank_0
@@ -51,6 +51,7 @@ from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
+from megatron_rl.training.draws import DrawCheck
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
@@ -64,6 +65,7 @@ from megatron_rl.training.resume import ResumePoint, describe_layout, find_resum
 from megatron_rl.types import Problem
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
+from parallel.user_code import SignalExit
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
 
@@ -71,7 +73,6 @@ _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a 
 def start_trainer(config: Config, layout: Layout, known: Needs, resources: ExitStack, timeout_minutes: int = 30) -> None:
     """Start Megatron, make the checks `known` that only rank 0 makes, and fetch the weights. `resources` stops Megatron, also on SIGTERM.
     `timeout_minutes`: of collectives. Collective."""
-    install_signal_handlers(alone=layout.world_size == 1)
     start_megatron(layout, config.train.seed, timeout_minutes)
     resources.callback(stop_megatron)
     if not torch.cuda.is_available():
@@ -104,9 +105,10 @@ class Session:
             self.resumed, self.resume_point = found
             self.config = self.resumed.config
         models = self.resumed.models if self.resumed else hash_models(config)
-        self.log = Rank0(lambda: self._open_log(models))
-        self.folder = self.log.run(lambda log: log.dir, Path)
-        self._start_watchdog()
+        with stopping(at_once=False):  # `run` records the end of a run whose log is open
+            self.log = Rank0(lambda: self._open_log(models))
+            self.folder = self.log.run(lambda log: log.dir, Path)
+            self._start_watchdog()
 
     def _open_log(self, models: dict[str, str]) -> RunLog:
         """Create the run's folder, or reopen the folder of the resumed run. `models`: their hashes. Rank 0 only."""
@@ -170,9 +172,10 @@ class Session:
         self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
+        exact = promises_exactness(config, hf_config)
+        bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, draw_check, critic_trainer, teacher)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
         self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
@@ -242,26 +245,33 @@ class Session:
 
     def run(self) -> Path:
         """Train, write checkpoints and the report, and return the run's folder. A run that breaks is marked and keeps its files."""
-        loop = None
+        loop, alone = None, self.layout.world_size == 1
         try:
+            check_stop()
             loop = self._build_loop()
-            loop.run()
+            with stopping(at_once=alone):
+                loop.run()
         except BaseException as raised:
-            error = to_run_error(raised) or raised
-            if loop is not None:
-                if isinstance(raised, MismatchError):  # the loop raises a RunError on all ranks
-                    self._locate(raised)
-                if isinstance(raised, RunError):
-                    error = prefer_stop_error(raised)
-                if isinstance(raised, RunError) or self.layout.world_size == 1:
-                    self._try_checkpoint(loop)
-            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+            with stopping(at_once=False):
+                error = self._end(loop, raised)
             if error is not raised:
                 raise error from raised
             raise
-        self.log.run_local(lambda log: log.write_event(headline(read_metrics(self.folder))))
-        self._close_log("finished")
+        with stopping(at_once=False):
+            self.log.run_local(lambda log: log.write_event(headline(read_metrics(self.folder))))
+            self._close_log("finished")
         return self.folder
+
+    def _end(self, loop: Loop | None, raised: BaseException) -> BaseException:
+        """Write a last checkpoint, if possible, and the end of a run that broke. Return the error to show."""
+        if loop is not None and isinstance(raised, MismatchError):  # the loop raises a RunError on all ranks
+            self._locate(raised)
+        on_all_ranks, alone = loop is not None and isinstance(raised, RunError), self.layout.world_size == 1
+        error = prefer_stop_error(to_run_error(raised) or raised, alone=not on_all_ranks)
+        if loop is not None and (on_all_ranks or alone) and not is_second():
+            self._try_checkpoint(loop)
+        self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+        return error
 
     def notify(self, text: str) -> None:
         """Write one line to the console and run.log. Does nothing on ranks other than 0."""
@@ -277,8 +287,8 @@ class Session:
         hang_watchdog.enter_phase("checkpoint")
         try:
             loop.save(last=True)
-        except Exception as error:  # report the run's own error, not this one
-            self.notify(f"no last checkpoint: {error}")
+        except (Exception, SignalExit) as error:  # report the run's own error, not this one
+            self.notify(f"no last checkpoint: {'a second signal came' if is_second() else error}")
 
     def _report_hang(self, line: str) -> None:
         """Mark the run as broken. Called in the watchdog's thread."""

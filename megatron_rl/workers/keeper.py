@@ -160,8 +160,8 @@ def _end_as(status: int) -> NoReturn:
 
 
 def ignore_signals_for_parent() -> None:
-    """Ignore Ctrl-C and SIGUSR1, a cluster's warning before a time limit. Only the parent process reacts to them."""
-    for name in (signal.SIGINT, signal.SIGUSR1):
+    """Ignore Ctrl-C, SIGHUP, and SIGUSR1, a cluster's warning before a time limit. Only the parent process reacts to them."""
+    for name in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
 
 

@@ -160,10 +160,20 @@ def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devic
     return gloo(store, rank, size, options)
 
 
+_own_address: list[str] = []
+
+
+def set_gloo_address(address: str) -> None:
+    """Set the address at which other nodes reach this process, for `register_shared_gloo`. gloo's own choice is that of the host's name,
+    which is a loopback address on Debian."""
+    _own_address[:] = [address]
+
+
 @functools.cache
 def register_shared_gloo() -> str:
     """Register a gloo backend whose groups share one event loop per process, and return its name for `init_process_group`. With torch's
-    own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it."""
+    own, the threads of Megatron's twenty groups on eight ranks would wake 16,000 times a second. Groups that are made later inherit it.
+    Between nodes it uses GLOO_SOCKET_IFNAME or, if that is not set, `set_gloo_address`."""
 
     @functools.cache
     def choose_devices() -> list[Any]:
@@ -171,7 +181,7 @@ def register_shared_gloo() -> str:
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         if names:
             return [gloo.create_device(interface=name) for name in names]
-        return [gloo.create_device(hostname="127.0.0.1") if runs_on_one_node() else gloo.create_default_device()]
+        return [gloo.create_device(hostname="127.0.0.1" if runs_on_one_node() else _own_address[0])]
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return _make_gloo_group(store, rank, size, timeout, choose_devices())

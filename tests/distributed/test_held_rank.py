@@ -16,7 +16,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.hang_watchdog import read_rank_status
 from megatron_rl.observability.rank_log import rank_log
-from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error, stopping
 from parallel.layout import Layout
 
 
@@ -35,10 +35,11 @@ def train_with_watchdog(folder, run, precision, stuck_after):
 def break_after_a_signal(rank):
     """Return the error that ends a run that breaks on all ranks after `rank` got SIGUSR1."""
     start(Layout(tp=2))
-    install_signal_handlers(alone=False)
-    if dist.get_rank() == rank:
-        signal.raise_signal(signal.SIGUSR1)
-    return prefer_stop_error(RunError("the engine is gone"))
+    install_signal_handlers()
+    with stopping(at_once=False):
+        if dist.get_rank() == rank:
+            signal.raise_signal(signal.SIGUSR1)
+    return prefer_stop_error(RunError("the engine is gone"), alone=False)
 
 
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):

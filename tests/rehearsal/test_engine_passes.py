@@ -30,7 +30,7 @@ PLAIN = (
 PLAN_WAITS = {(gpu, case): 5 + (gpu == "b200" and "delta" not in case) for gpu in ("h100", "b200") for case in CACHES}
 """Of a prefill: three for the cache's plan and two for that of the new tokens, and one more for CUTLASS's, which is made on the device."""
 PLANTED = {
-    "wrong_dtype": "qknorm: q [16, 4, 128] is float32",
+    "wrong_dtype": "rotate_head_tile: query_source [16, 2, 2, 128] is float32",
     "misaligned_weight": "does not begin at a multiple of 16 bytes",
     "unknown_kernel": "sgl_kernel.gelu_quick is not known",
     "wrong_precision": "self_attn.o_proj.weight is E4M3, and no FP8 product",

@@ -275,7 +275,7 @@ def test_ctrl_c_and_a_clusters_signal_pass_through_user_code():
             from megatron_rl.observability.signals import install_signal_handlers
 
             usr1 = signal.getsignal(signal.SIGUSR1)
-            install_signal_handlers(alone=True)
+            install_signal_handlers()
         user_code.limit_calls(60.0)
         threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
         with pytest.raises(kind), user_code.contain("a call"):

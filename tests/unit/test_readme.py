@@ -9,10 +9,14 @@ from itertools import pairwise
 
 import pytest
 from support.families import ENGINE_ARCHITECTURES
+from support.processes import one_thread_environment
 from support.readme import README, ROOT, read_job, read_train_blocks, write_own_code
 from support.shipped import run_module
+from support.train_command import TORCHRUN
 from typer.main import get_command
 
+from examples.arithmetic.config import DemoConfig
+from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.algorithm.plug_check import check_algorithm
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
@@ -26,6 +30,7 @@ from parallel.formats import FP8, INT8, MODES
 from parallel.model_geometry import ModelGeometry
 
 RUNS = ROOT / "benchmarks" / "h200"
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def test_it_is_short_and_names_all_commands():
@@ -136,6 +141,20 @@ def test_rank_0_of_eight_misses_only_the_gpus(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("megatron-rl: precision.backend = 'transformer_engine': cannot run here: torch is a CPU build")
+
+
+def test_ranks_of_torchrun_find_the_users_code_in_the_working_directory(tmp_path):
+    """They find the file and miss only the function that it does not have. tests/engine/test_readme_run.py trains with one that it has."""
+    write_own_code(tmp_path)
+    demo = load_config(QUICKSTART, [], root=DemoConfig, more=ROOT / "examples" / "arithmetic" / "quickstart.toml")
+    make_random_checkpoint(tmp_path / "model", demo.architecture, 0)
+    options = ["--model.path=model", "--train.layout.tp=2", "--algorithm.loss=my_loss:token_losses", "--reward.function=my_reward:absent"]
+    command = [sys.executable, "-m", *map(str, TORCHRUN), "megatron_rl", "train", str(QUICKSTART), *options]
+    environment = {**one_thread_environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("megatron-rl")]
+    assert done.returncode and len(lines) == 2, done.stderr
+    assert all("reward.function = 'my_reward:absent'" in line and "module 'my_reward' has no attribute 'absent'" in line for line in lines)
 
 
 @pytest.mark.parametrize("machine", ON_GPUS)

@@ -57,18 +57,21 @@ def test_user_and_usage_errors_exit_with_2(config):
     assert CliRunner().invoke(app, ["--version"]).stdout == f"megatron-rl {__version__}\n"
 
 
-def test_train_prints_the_run_folder_and_report(train, tmp_path):
+def test_train_says_last_what_it_showed_where_the_report_is_and_what_comes_next(train, tmp_path):
     seen = []
 
     def run_training(cfg):
         seen.append(cfg)
         (tmp_path / "report.html").write_text("")
+        (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
         return tmp_path
 
     result = train(run_training, "--train.steps", "3", "--data.seed=-5")
     assert result.exit_code == 0
     assert (seen[0].train.steps, seen[0].data.seed) == (3, -5)
-    assert result.stdout.splitlines() == [f"run folder: {tmp_path}", f"report:     {tmp_path}/report.html"]
+    shown, report, following = result.stdout.splitlines()
+    assert shown == "result: No held-out accuracy was measured in 3 steps" and report == f"report: {tmp_path}/report.html"
+    assert following.startswith("next:   ") and following.endswith(f" report {tmp_path}")
 
 
 def test_eval_passes_its_options_and_prints_the_results(monkeypatch, config, tmp_path):

@@ -72,7 +72,6 @@ def workplace(tmp_path_factory):
         scene.setitem(sys.modules, "megatron_rl.cli.graph", graph)
         scene.setattr(rehearse, "install_device", stop)
         scene.setattr(evaluate, "start_engines", stop)
-        scene.setattr(evaluate, "install_signal_handlers", lambda **_: None)
         scene.setattr(main, "use_private_temporary_folder", lambda: None)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             scene.delenv(name, raising=False)

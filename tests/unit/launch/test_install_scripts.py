@@ -47,7 +47,7 @@ def finish(clone: Path, written_in: Path) -> None:
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
     pins = [f"launch/requirements{kind}.txt" for kind in ("", "-nodeps")]
-    files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
+    files = (*pins, "launch/setup.sh", "launch/common.sh", "launch/uv_settings.py", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
 
@@ -82,14 +82,17 @@ def test_a_finished_installation_is_left_alone(clone):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("arguments, name", [((), "quickstart"), (("--train.steps=5",), "quickstart"), (("gsm8k", "--a.b=1"), "gsm8k")])
+@pytest.mark.parametrize("arguments, name", [
+    ((), "quickstart"), (("--train.steps=5",), "quickstart"), (("gsm8k", "--a.b=1"), "gsm8k"), (("--make-model", "--a.b=1"), "quickstart"),
+    (("quickstart_hybrid", "--make-model"), "quickstart_hybrid"),
+])  # fmt: skip
 def test_the_quickstart_makes_the_model_and_then_trains_it(clone, arguments, name):
     finish(clone, written_in=clone)
     (clone / ".venv" / "bin" / "python").unlink()
     (clone / ".venv" / "bin" / "python").write_text('#!/bin/sh\necho "$PWD" "$@"\n')
     (clone / ".venv" / "bin" / "python").chmod(0o755)
     done = run_script(clone / "launch" / "quickstart.sh", *arguments)
-    overrides = [argument for argument in arguments if argument.startswith("--")]
+    overrides = [f"--model.path=runs/{name}-model" if word == "--make-model" else word for word in arguments if word.startswith("--")]
     commands = ("examples.arithmetic.warm_start", "megatron_rl train")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [" ".join([f"{clone} -m {words} configs/{name}.toml", *overrides]) for words in commands]
@@ -123,6 +126,65 @@ def test_the_installation_counts_each_package(clone, tmp_path):
     total = len(read_pins("requirements.txt") | read_pins("requirements-nodeps.txt"))
     assert [(int(number), int(of)) for number, of, _ in counted] == [(n, total) for n in (*range(20, total, 20), total)]
     assert (clone / ".venv" / ".megatron-rl-installed").exists()
+
+
+FAKE_UV = """#!/bin/bash
+# A uv that prints what uv prints, or fails if asked to, and notes how it was called.
+printf '%s\\n' "$UV_INDEX_URL" "$@" >"${0%/*}/../uv-was-called"
+[ ! -e "${0%/*}/../uv-fails" ] || { echo "error: no net" >&2; exit 2; }
+echo "Resolved some packages in 3ms" >&2
+sed 's/.*/ + &/' "${@: -1}" >&2
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_uv_installs_and_if_it_fails_pip_does(clone, fails):
+    """The counted packages are those of torch and of requirements-nodeps.txt by pip, and all others by uv, or by pip if uv fails."""
+    venv = clone / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").write_text(f"command = python -m venv {venv}\n")
+    python = venv / "bin" / "python"
+    python.write_text(FAKE_PYTHON.replace("[[", f'[[ "$*" != *uv_settings.py ]] || exec {sys.executable} "$@"\n[[', 1))
+    python.chmod(0o755)
+    (venv / "bin" / "uv").write_text(FAKE_UV)
+    (venv / "bin" / "uv").chmod(0o755)
+    if fails:
+        (venv / "uv-fails").touch()
+    done = setup(clone, PYTHON=str(python), MEGATRON_RL_MIN_DISK_MB="1", PIP_CONFIG_FILE=os.devnull, PIP_INDEX_URL="https://a.b/simple")
+    assert done.returncode == 0, done.stderr
+    index, *words = (venv / "uv-was-called").read_text().splitlines()
+    assert index == "https://a.b/simple" and {"--no-deps", "unsafe-best-match"} <= set(words)
+    pins = read_pins("requirements.txt")
+    assert f"package {len(pins) + 3} of {len(pins) + 3}" in done.stdout
+    said = [line for line in done.stderr.splitlines() if "without uv" in line]
+    assert said == ["megatron-rl setup: installing without uv, which takes longer: error: no net"] * fails
+
+
+@pytest.mark.parametrize("configuration, env, settings", [
+    ("", {}, set()),
+    ("[global]\nindex-url = https://a.b/s\nextra-index-url =\n  https://c.d/s\n  file:///e\ntrusted-host = a.b c.d:8\ncert = /g.pem\n", {},
+     {"UV_INDEX_URL=https://a.b/s", "UV_EXTRA_INDEX_URL=https://c.d/s file:///e", "UV_INSECURE_HOST=a.b c.d:8", "SSL_CERT_FILE=/g.pem"}),
+    ("[global]\nfind-links = /a /b\ntimeout = 5\n[install]\ntimeout = 9\nno-compile = true\n[list]\nformat = json\n",
+     {"PIP_INDEX_URL": "https://h/s"}, {"UV_FIND_LINKS=/a,/b", "UV_HTTP_TIMEOUT=9", "UV_INDEX_URL=https://h/s"}),
+    ("[global]\nindex-url = https://a.b/s\n", {"PIP_INDEX_URL": "https://h/s"}, {"UV_INDEX_URL=https://h/s"}),
+    ("[global]\nproxy = http://p:1\n", {}, "pip's option proxy = 'http://p:1' has no counterpart"),
+    ("", {"PIP_CONSTRAINT": "c.txt"}, "pip's option constraint = 'c.txt' has no counterpart"),
+])  # fmt: skip
+def test_uv_downloads_as_pip_is_configured_to(tmp_path, configuration, env, settings):
+    (tmp_path / "pip.conf").write_text(configuration)
+    # Other HOME and XDG_CONFIG_DIRS hide all files of this machine except /etc/pip.conf.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    own |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "HOME": str(tmp_path), "XDG_CONFIG_DIRS": str(tmp_path), **env}
+    command = [sys.executable, str(ROOT / "launch" / "uv_settings.py")]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    if isinstance(settings, str):
+        assert done.returncode == 1 and done.stderr.strip() == settings
+    else:
+        assert done.returncode == 0, done.stderr
+        of_the_machine = {
+            line for line in done.stdout.splitlines() if Path("/etc/pip.conf").exists() and line.startswith("SSL_CERT_FILE=/etc")
+        }
+        assert set(done.stdout.splitlines()) - of_the_machine == settings
 
 
 def test_the_test_command_installs_its_packages_once_and_anew_if_a_pin_changes(clone):

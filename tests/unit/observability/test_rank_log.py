@@ -1,10 +1,9 @@
-"""A rank's log, its profile, and the signals that end a run."""
+"""A rank's log and its profile."""
 
 import gzip
 import json
 import logging
 import os
-import signal
 import warnings
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from megatron_rl.errors import RunError
-from megatron_rl.observability import signals
 from megatron_rl.observability.profiling import StepProfiler, begin_micro_batch
 from megatron_rl.observability.rank_log import rank_log
 
@@ -47,39 +45,6 @@ def test_how_a_rank_ended(tmp_path):
     assert "ended: RunError: the engine is gone\n" in read_log(tmp_path)
     assert "Traceback" in read_log(tmp_path) and "ZeroDivisionError: a bug\n" in read_log(tmp_path)
     assert read_log(tmp_path).count("rank 3 of 8") == 2, "a run that goes on writes on"
-
-
-@pytest.fixture(autouse=True)
-def own_handler():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    signals.install_signal_handlers(alone=False)  # forgets the signal
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_when_the_loop_checks(number):
-    signals.install_signal_handlers(alone=True)
-    with pytest.raises(SystemExit) as unwound:
-        signal.raise_signal(number)
-    assert unwound.value.code == 143
-    signals.install_signal_handlers(alone=False)
-    signals.check_stop()
-    signal.raise_signal(number)
-    with pytest.raises(signals.StopError, match=f"stopped by {number.name}") as raised:
-        signals.check_stop()
-    assert raised.value.exit_code == 143
-    with pytest.raises(SystemExit):  # a second signal ends a rank at once
-        signal.raise_signal(number)
-
-
-def test_errors_after_the_signal_are_reported_as_the_stop():
-    signals.install_signal_handlers(alone=False)
-    broken = RunError("the engine is gone")
-    assert signals.prefer_stop_error(broken) is broken
-    signal.raise_signal(signal.SIGTERM)
-    assert str(signals.prefer_stop_error(broken)) == "stopped by SIGTERM"
 
 
 def run_steps(profiler: StepProfiler) -> None:
