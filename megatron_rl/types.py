@@ -133,6 +133,7 @@ class Generation:
     """What `decode_completion` returns for `Config.text_markers` and the request's stop texts, "" if the engine keeps it, or None if the
     engine decodes no texts."""
     prompt_ids_T: np.ndarray | None = None  # int32: of a completion that the engine has kept
+    seed: int | None = None  # with which `batch.draws` gives the random number of each token; None if the engine draws in another way
 
 
 @dataclass
@@ -186,6 +187,7 @@ class Completion:
     environment_error: str = ""  # why the environment or agent failed; the sample's score is 0 then
     prompt_tokens: int = 0  # total over all turns; each turn counts all tokens before it
     cached_tokens: int = 0  # of `prompt_tokens`, from the prefix cache
+    seeds: list[int] = field(default_factory=list)  # see `TrainingSample.seeds`
     version_lags_T: np.ndarray | None = None  # uint8: number of policy versions since each token was sampled, or None for all 0
     branches: list[Completion] = field(default_factory=list)  # other conversations of an agent, with the same reward
     shared_count: int = 0  # number of sampled tokens that this conversation shares with an earlier one, which trains on them

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
-from megatron_rl.errors import RunError
+from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.types import Generation, KeptTokens, RemoteColumns
 from rollout_sglang.texts import TextReader
@@ -112,10 +112,11 @@ def _narrow(text: str | None) -> tuple[bytearray | None, Literal["|u1", "<u2", "
     return (bytearray(values.astype("<u2")), "<u2") if 0 <= most < 1 << 16 else (bytearray(values), "<i4")
 
 
-def parse_generation(answer: Answer, mixed_versions: bool) -> Generation:
-    """Return the completion in an answer. Raise RunError for unexpected policy versions or a log-prob that is not finite."""
+def parse_generation(answer: Answer, mixed_versions: bool, finite: bool = True) -> Generation:
+    """Return the completion in an answer. Raise RunError for unexpected policy versions, and MismatchError for a log-prob that is not
+    finite unless `finite` is False."""
     versions = _find_versions(answer, mixed_versions)
-    ids_T, logprobs_T = np.frombuffer(answer.ids, IDS), _read_logprobs(answer.logprobs)
+    ids_T, logprobs_T = np.frombuffer(answer.ids, IDS), _read_logprobs(answer.logprobs, finite)
     if len(ids_T) != len(logprobs_T):
         raise RunError(f"the engine reports {len(logprobs_T)} log-probs for a completion of {len(ids_T)} tokens")
     versions_T = None
@@ -143,7 +144,7 @@ def read_generation(
     have kept the columns. Raise RunError if anything is wrong."""
     if (left := answer.remains) is not None:
         if not math.isfinite(left.logprob_sum):
-            raise RunError(_NOT_FINITE)
+            raise MismatchError(_NOT_FINITE)
         versions = tuple(sorted(map(int, _find_versions(answer, mixed_versions))))
         facts = left.handle, left.tokens, left.digest, left.logprob_sum, versions, None, prompt_tokens, answer.text is None
         about = answer.finish, int(answer.version), None, None, None, answer.cached_tokens
@@ -167,10 +168,10 @@ def read_kept_tokens(answer: Answer, generation: Generation) -> None:
     generation.kept_tokens, generation.logprobs_T = kept, _read_logprobs(answer.kept_logprobs or bytearray())
 
 
-def _read_logprobs(data: bytearray) -> np.ndarray:
+def _read_logprobs(data: bytearray, finite: bool = True) -> np.ndarray:
     logprobs_T = np.frombuffer(data, LOGPROBS)
-    if not np.isfinite(logprobs_T).all():
-        raise RunError(_NOT_FINITE)
+    if finite and not np.isfinite(logprobs_T).all():
+        raise MismatchError(_NOT_FINITE)
     return logprobs_T
 
 

@@ -24,7 +24,7 @@ from megatron_rl.rollout.engine import Abort, EngineTensorSpec, ParsedToolCalls,
 from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
 from megatron_rl.workers import plain
 from rollout_sglang.activation_recorder import RecordingRequests
-from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, read_answers, read_generation
+from rollout_sglang.answers import ABORTED, MEDIA_TYPE, Answer, parse_generation, read_answers, read_generation
 from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
 from rollout_sglang.process import HealthMonitor
 from rollout_sglang.rank_handler import FAILED, PREFIX, REPEATABLE, RankRequests
@@ -59,6 +59,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
         self._update_open = False  # SGLang's weight update has begun
         self._generation_paused = False  # SGLang holds the running requests
         self._released_tags: list[str] = []  # memory that is currently released
+        self._recording = False  # for a walk, which reads nothing but tokens and log-probs
         self._mixed_versions = False  # completions may hold tokens of several versions
         self._receiving = ExitStack()  # open while the ranks receive in the background
         self._hung = False  # killed by the health monitor
@@ -93,7 +94,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
                 if answer.finish == ABORTED:  # discarded by a sync: sample it again
                     continue
                 records_kept = samplings[index].record_kept_tokens
-                generations[index] = self._read(answer, len(prompts_B[index]), records_kept, self._mixed_versions)
+                generations[index] = self._read(answer, len(prompts_B[index]), records_kept, self._mixed_versions, samplings[index].seed)
         return [generations[index] for index in range(len(prompts_B))]
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
@@ -107,7 +108,7 @@ class SGLangEngine(RankRequests, RecordingRequests):
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**make_sampling_params(sampling), "ignore_eos": True}
         answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B), _JSON)
-        return [[self._read(answer, len(prompt), False, False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
+        return [[self._read(answer, len(prompt), False, False, sampling.seed) for answer, prompt in zip(answers, prompts_B, strict=True)]]
 
     def _ask(
         self,
@@ -140,8 +141,13 @@ class SGLangEngine(RankRequests, RecordingRequests):
             reason = str(error)
         raise RunError(f"the engine's completions cannot be read: {reason}", self.server.processes.log_tail())
 
-    def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool) -> Generation:
-        return read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, self.server.url, self.server.api_key)
+    def _read(self, answer: Answer, prompt_tokens: int, records_kept: bool, mixed_versions: bool, seed: int | None) -> Generation:
+        server = self.server.url, self.server.api_key
+        if self._recording:  # what is not finite is to be found
+            return parse_generation(answer, mixed_versions, finite=False)
+        generation = read_generation(answer, prompt_tokens, self._routing, records_kept, mixed_versions, *server)
+        generation.seed = None if torch.cuda.is_available() else seed  # a GPU ignores seeds
+        return generation
 
     def find_columns(self, by_engine: Mapping[tuple[str, str], Sequence[RemoteColumns]]) -> set[str]:
         own = [columns.handle for columns in by_engine.get((self.server.url, self.server.api_key), ())]
@@ -232,6 +238,11 @@ class SGLangEngine(RankRequests, RecordingRequests):
             raise RunError("the engine has released its weights (placement.kind = colocated), so it cannot be walked")
         self._resume_memory(_CACHE)
         super().start_recording()
+        self._recording = True
+
+    def stop_recording(self) -> None:
+        super().stop_recording()
+        self._recording = False
 
     def get_memory_mb(self) -> float:
         return self.server.processes.get_memory_mb()

@@ -17,7 +17,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.kernels.batch_invariant import MIN_ROWS
 from megatron_rl.kernels.device_copy import copy_to_device
 
-_EMPTY = torch.empty(0)
+_EMPTY, _NOT_DRAWN = torch.empty(0), torch.tensor([-1.0, math.nan], dtype=torch.float64)
 _OPTIONAL_FIELDS = ("values", "returns", "teacher_logprobs")
 _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights", "high_covariance")
 
@@ -46,6 +46,7 @@ class MicroBatch:
     values: torch.Tensor  # the critic's values before the step's updates, 0 if `mask` is 0. Empty without a critic, like `returns`.
     returns: torch.Tensor
     teacher_logprobs: torch.Tensor  # empty without a teacher
+    draws: torch.Tensor  # float64 [1, t, 2] like `TrainingSample.draws`, or empty
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -139,6 +140,7 @@ class MicroBatches:
         shape = (1, sum(lengths))
         kept = [sample.kept_tokens for index in indices if (sample := samples[index]).kept_tokens is not None]
         most_kept = max((int(tokens.counts.max(initial=0)) for tokens in kept), default=0)
+        has_draws = any(len(samples[index].draws) for index in indices)
         row = MicroBatch(
             sample_indices=indices,
             lengths=lengths,
@@ -149,6 +151,7 @@ class MicroBatches:
             token_indices=torch.full(shape, -1),
             routed_experts=self.pack_records(number),
             kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
+            draws=_NOT_DRAWN.repeat(*shape, 1) if has_draws else _EMPTY,
             **{name: torch.zeros(shape) if has else _EMPTY for name, has in self._has.items()},
             **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
         )
@@ -166,6 +169,8 @@ class MicroBatches:
             row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
             if sample.kept_tokens is not None and most_kept:
                 row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
+            if len(sample.draws):
+                row.draws[sampled] = sample.draws
             for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
                 if (values := getattr(sample, name)).numel():
                     getattr(row, name)[sampled] = values.float()

@@ -18,7 +18,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.types import KeptTokens, RemoteColumns
 
 _NUMBERS = ("number", "advantage", "reward", "excluded", "masked", "loss_weight")
-_COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
+_COLUMNS = ("seeds", "prompt_ids", "response_ids", "rollout_logprobs", "routed_experts", "version_lags", "response_mask")
 _ALIGNMENT = 16
 _ROW = np.dtype(
     {
@@ -43,7 +43,7 @@ class SampleBytes:
     def __init__(self, samples: list[TrainingSample]) -> None:
         parts = [[getattr(sample, name) for sample in samples] for name in _COLUMNS]
         kept = [sample.kept_tokens or KeptTokens(*[np.empty(0, np.int32)] * 2) for sample in samples]
-        parts[2:2] = [[torch.from_numpy(tokens.counts) for tokens in kept], [torch.from_numpy(tokens.ids) for tokens in kept]]
+        parts[3:3] = [[torch.from_numpy(tokens.counts) for tokens in kept], [torch.from_numpy(tokens.ids) for tokens in kept]]
         rows = np.empty(len(samples), _ROW)
         for name in _NUMBERS:
             rows[name] = [getattr(sample, name) for sample in samples]
@@ -87,7 +87,7 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
         start = end
     if start != len(data):
         raise ValueError(f"training samples take {start} bytes, but {len(data)} arrived")
-    prompts, responses, counts, ids, logprobs, experts, lags, masks = parts
+    seeds, prompts, responses, counts, ids, logprobs, experts, lags, masks = parts
     numbers = zip(rows["has_kept"].tolist(), *(rows[name].tolist() for name in _NUMBERS), strict=True)
     return [
         TrainingSample(
@@ -97,6 +97,7 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
             routed_experts=experts[index],
             version_lags=lags[index],
             response_mask=masks[index],
+            seeds=seeds[index],
             kept_tokens=KeptTokens(counts[index].numpy(), ids[index].numpy()) if has_kept else None,
             remote=header.remotes[index],
             **dict(zip(_NUMBERS, values, strict=True)),

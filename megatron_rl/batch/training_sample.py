@@ -8,6 +8,7 @@ from megatron_rl.types import KeptTokens, RemoteColumns
 
 _EMPTY = torch.empty(0)
 _NO_MASK = torch.empty(0, dtype=torch.bool)
+_NO_SEEDS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -44,6 +45,10 @@ class TrainingSample:
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Number of policy versions between sampling and training, uint8 [A]; empty means 0."""
     teacher_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)  # log-probs under the teacher model
+    seeds: torch.Tensor = field(default_factory=lambda: _NO_SEEDS)
+    """int64: the sampled tokens of each turn and the seed that they were drawn with (`batch.draws`), alternating; empty if unknown."""
+    draws: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """float64 [A, 2]: the engine's random number of each token, or -1; the trainer's own, or NaN if the token is not checked."""
     remote: RemoteColumns | None = None  # if set, the engine keeps prompt, response, and all values of tokens, which are empty here
 
     def __post_init__(self) -> None:

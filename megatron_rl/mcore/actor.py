@@ -1,9 +1,9 @@
 """The trained policy, the frozen reference and the critic: forward passes and optimizer steps on a Megatron model."""
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
 from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.draws import DrawRecord, Draws
 from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
@@ -70,6 +71,7 @@ class _Row:
     scored: ScoredPositions
     ahead: list[Lookahead]  # holds at most one element; empty if no MTP layers are run
     known: KnownRoutes  # expert token counts that are known before the pass
+    draws: Draws | None  # to be recorded
 
 
 class Policy:
@@ -81,6 +83,7 @@ class Policy:
         self.routing = ModelRouters(self.chunks)
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
+        self._draw_record: DrawRecord | None = None
 
     @property
     def attention_length(self) -> float:
@@ -97,6 +100,15 @@ class Policy:
         reduce.sum_values(entropy_and_tokens)
         entropy, tokens = entropy_and_tokens.tolist()
         return list(logprobs.cpu().split([sample.sampled_count for sample in samples])), entropy / max(tokens, 1)
+
+    @contextmanager
+    def record_draws(self) -> Iterator[DrawRecord]:
+        """Context manager in which all passes, forward or with an update, record the samples' `TrainingSample.draws`."""
+        self._draw_record = DrawRecord()
+        try:
+            yield self._draw_record
+        finally:
+            self._draw_record = None
 
     def _score(self, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a pass; return this rank's part of (log-probs of all sampled tokens, float32 [A]; sum of entropies and number of tokens,
@@ -169,15 +181,19 @@ class Policy:
         def prepare(batch: MicroBatch, known: KnownRoutes) -> _Row:
             profiling.begin_micro_batch()
             shard = ContextShard.for_this_rank(batch.lengths)
-            scored = ScoredPositions.from_mask(shard.select(batch.mask)).to(self._device)  # counts on the CPU, without waiting for the GPU
+            scored = ScoredPositions.from_mask(shard.select(batch.mask))  # counts on the CPU, without waiting for the GPU
             ahead = [Lookahead.from_micro_batch(batch, shard, mtp_layers).to(self._device)] if mtp_layers else []
-            return _Row(batch.to(self._device), shard.to(self._device), scored, ahead, known)
+            draws = None
+            if self._draw_record is not None:
+                marked = scored.select(shard.select(batch.draws)) if len(batch.draws) else batch.draws
+                draws = Draws.choose(marked, scored.select(shard.select(batch.token_indices)), self._draw_record)
+            return _Row(batch.to(self._device), shard.to(self._device), scored.to(self._device), ahead, known, draws)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
             model = unwrap_model(chunk)
             if stage_input is not None:
                 model.set_input_tensor(stage_input)
-            targets = row.scored.select_targets(row.batch, row.shard, self.temperature)
+            targets = replace(row.scored.select_targets(row.batch, row.shard, self.temperature), draws=row.draws)
             ahead = model.look_ahead(*row.ahead) if row.ahead else nullcontext()
             with score_positions(model, row.scored.index, targets, with_entropy), ahead:
                 return self._forward(chunk, row.batch, row.shard, row.known)

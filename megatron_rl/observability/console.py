@@ -47,6 +47,8 @@ def progress_line(metrics: Mapping[str, MetricValue], total_steps: int, seconds_
             phases.append(f"{metric.label} {value:.1f}")
     add("time/step", "[dim]{:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
     add("sync/bytes", "sync {:.1f} MB", 1e-6)
+    failed = metrics.get("draws/failed")
+    parts += [Text(f"{failed:.0f} TESTS OF THE DRAWS FAILED", "bold red")] if failed else []
     verdict, good = proof_verdict(metrics)
     parts += [Text(verdict, "green" if good else "bold red")] if verdict else []
     return Text("  ").join([*parts, *([Text(f"{format_left(seconds_left)} left", "dim")] if seconds_left else [])])

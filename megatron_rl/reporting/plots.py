@@ -254,6 +254,8 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
              "Each line covers response positions from n to 2n. Lines that spread out show a mismatch that grows along the response."),
         Plot("Mismatch by cause", (Panel("|Δ log p| by cause (nats)", "log"),),
              "Each line except the total is one difference between the engine's and the trainer's computation; start with the highest."),
+        Plot("Draws", (Panel("draws (standard deviations)", legend=True),),
+             "Tests of the engine's random draws: beyond about 7, its tokens are not draws from the distribution that it reports."),
         Plot("Response of the quantized weights",
              (Panel("engine's weights moved / masters moved", "log", legend=True), Panel("values changed", "share")),
              "Should stay near 1. Far above 1, a small step of the masters changes the policy a lot; near 0, the policy does not move."),

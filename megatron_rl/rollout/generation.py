@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_rl.batch.draws import UNKNOWN
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
 from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
@@ -108,6 +109,8 @@ class MultiTurnSampler:
                 completion.output_ids_T = generation.output_ids_T
             else:
                 self._append_tokens(dialogue, completion.text, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
+            count = len(generation.output_ids_T) if generation.remote is None else generation.remote.tokens
+            completion.seeds += [count, UNKNOWN if generation.seed is None else generation.seed]
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
             completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
             completion.prompt_tokens += len(prompt)

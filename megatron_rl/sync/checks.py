@@ -11,6 +11,7 @@ from megatron_rl.rollout.engine import Engine, EngineTensorSpec
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk
 from parallel.coverage import Size, check_chunks
+from parallel.places import check_places
 from parallel.reshard import list_stored_tensors
 from parallel.shards import Shard
 from parallel.transport import TRANSPORTS
@@ -54,6 +55,14 @@ def check_coverage(plan: SyncPlan, received: Mapping[int, Sequence[Chunk]]) -> d
     targets = {rank: plan.targets[rank] for rank in received}
     try:
         return check_chunks(targets, (chunk for chunks in received.values() for chunk in chunks), plan.contract.format_of)
+    except ValueError as error:
+        raise RunError(f"the sync cannot be proved: {error}") from None
+
+
+def check_pairs(plan: SyncPlan, chunks: Sequence[Chunk]) -> None:
+    """Raise RunError if one of this rank's chunks fills a place of the engine with other values than the names of both sides say."""
+    try:
+        check_places(chunks, plan.sources, plan.targets, plan.contract.format_of)
     except ValueError as error:
         raise RunError(f"the sync cannot be proved: {error}") from None
 

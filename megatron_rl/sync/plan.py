@@ -4,14 +4,14 @@ plans what it sends itself (`parallel.own_transfers`); tools and tests also plan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.adapters import is_adapter
 from parallel.chunking import Chunk, join_chunks, make_chunks, resize
 from parallel.layout import EngineLayout, Layout
-from parallel.megatron_shards import build_trainer_shards
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.own_transfers import list_own_parts, make_cuts, plan_own_transfers
 from parallel.reshard import Transfer, add_scale_transfers, reshard
@@ -48,6 +48,7 @@ class SyncPlan:
     chunks: tuple[Chunk, ...]  # the transfers cut into messages, in the order in which a rank sends them
     targets: Mapping[int, list[Shard]]  # shards by engine rank
     contract: PrecisionContract
+    sources: Mapping[int, Sequence[Shard]] = field(default_factory=dict)  # shards of the trainer ranks that the plan is for
     has_adapters: bool = False  # whether training changes only adapters, and the scales of the KV cache
 
     @classmethod
@@ -68,7 +69,7 @@ class SyncPlan:
             sources = build_trainer_shards(model, train, format_of=contract.format_of)
             targets = build_engine_shards(model, *rollout[:3])
             transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
-            return cls(tuple(transfers), tuple(cut_into_chunks(transfers, chunk_bytes)), targets, contract, has_adapters)
+            return cls(tuple(transfers), tuple(cut_into_chunks(transfers, chunk_bytes)), targets, contract, sources, has_adapters)
         transfers = plan_own_transfers(model, train, rollout, contract.format_of, rank)
         parts, chunks = list_own_parts(model, train, rank), list[Chunk]()
         for first, changes in ((0, False), (FIRST_CHANGING, True)) if has_adapters else ((0, None),):
@@ -76,7 +77,8 @@ class SyncPlan:
             own = join_chunks((transfer for transfer in transfers if _is_in(changes, transfer.target)), cuts)
             chunks += [replace(chunk, buffer=first + chunk.buffer) for chunk in own] if first else own
         chunks = resize(chunks, [chunk.nbytes for chunk in chunks]) if has_adapters else chunks
-        return cls(tuple(transfers), tuple(chunks), EngineShards(model, rollout), contract, has_adapters)
+        sources = {rank: build_megatron_shards(model, train, train.coordinates(rank), format_of=contract.format_of)}
+        return cls(tuple(transfers), tuple(chunks), EngineShards(model, rollout), contract, sources, has_adapters)
 
     def freezes(self, chunk: Chunk) -> bool:
         """Return whether training does not change a chunk: with adapters, the base model's weights."""

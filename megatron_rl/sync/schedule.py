@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_rl.distributed import errors_on_all_ranks, exchange_bytes, gather_from_ranks, gather_on_rank0, get_rank_and_size
-from megatron_rl.sync.checks import check_coverage
+from megatron_rl.sync.checks import check_coverage, check_pairs
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk, encode_chunks
 from parallel.coverage import Size
@@ -21,10 +21,13 @@ class Schedule:
     """The chunks of all ranks. Every trainer rank constructs one; all methods are collective."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Raises RunError if the chunks of all ranks leave out a byte of an engine rank's weights, or send one twice."""
+        """Raises RunError if the chunks of all ranks leave out a byte of an engine rank's weights, send one twice, or
+        send another tensor's."""
         self._rank, self._world = get_rank_and_size()
         self.own = [chunk for chunk in plan.chunks if chunk.source == self._rank]
         """Chunks of this rank, in the order in which it sends them."""
+        with errors_on_all_ranks():
+            check_pairs(plan, self.own)
         received = self._receive(self.own)
         with errors_on_all_ranks():
             kept = check_coverage(plan, {rank: received[rank] for rank in range(self._rank, len(plan.targets), self._world)})

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.batch.draws import mark_draws
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, is_rank0
@@ -25,6 +26,7 @@ from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.training.draws import OtherDraw, find_other_draw
 from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 
@@ -71,8 +73,19 @@ class Canary:
         read = Rank0(lambda: self._read(version))
         answers, samples = read.value if is_rank0() else ([], [])
         with nullcontext() if self._emulated is None else emulate_engine(self._actor.model, named_tensors, self._emulated):
-            logprobs = _score(self._actor, samples)
-        return engines.run(lambda _: self._compare(answers, logprobs), float)
+            logprobs, other = self._score(samples)
+        return engines.run(lambda _: self._compare(answers, logprobs, other), float)
+
+    def _score(self, samples: list[TrainingSample]) -> tuple[dict[int, torch.Tensor], OtherDraw | None]:
+        """Return the trainer's log-probs of rank 0's samples, by number, and the first token that its seed does not give. Each sample is
+        scored by one replica. Collective."""
+        own = share_out(samples)
+        mark_draws(own, 0)
+        with self._actor.record_draws() as draws:
+            logprobs = self._actor.compute_logprobs(own)[0]
+        few = {sample.number: values.tolist() for sample, values in zip(own, logprobs, strict=True)}
+        of_all = {number: torch.tensor(values) for number, values in reduce.merge_replicas(few, list[float]).items()}
+        return of_all, find_other_draw(draws, own, self._sampling)
 
     def _read(self, version: int) -> tuple[list[_Answer], list[TrainingSample]]:
         """Return the engines' answers and their distinct completions as samples. Rank 0."""
@@ -90,7 +103,7 @@ class Canary:
                 answers.append(_Answer(engine, prompt, generation.logprobs_T, number))
         return answers, samples
 
-    def _compare(self, answers: list[_Answer], logprobs: dict[int, torch.Tensor]) -> float:
+    def _compare(self, answers: list[_Answer], logprobs: dict[int, torch.Tensor], other: OtherDraw | None) -> float:
         largest = 0.0
         for answer in answers:
             expected, prompt_tokens = logprobs[answer.sample].numpy(), len(self._prompts_B[answer.prompt])
@@ -103,6 +116,13 @@ class Canary:
                     f"the trainer; bound {self._bound:g} (sync.canary_bound)"
                 )
             largest = max(largest, float(difference.max()))
+        if other is not None and not self._bound:
+            number, position, sampled, drawn = other
+            answer = next(answer for answer in answers if answer.sample == number)
+            raise RunError(
+                f"the canary fails: engine {answer.engine}, prompt {answer.prompt}, position {position}: the engine sampled token "
+                f"{sampled}, the trainer's distribution and the request's seed give {drawn}"
+            )
         return largest
 
 
@@ -147,14 +167,8 @@ def make_prompts(count: int, vocabulary: int, longest: int, seed: int) -> list[n
 
 def _make_sample(prompt: np.ndarray, generation: Generation, number: int) -> TrainingSample:
     sample = TrainingSample(torch.from_numpy(prompt), torch.from_numpy(generation.output_ids_T), number=number)
+    if generation.seed is not None:
+        sample.seeds = torch.tensor([len(generation.output_ids_T), generation.seed])
     if generation.routed_experts_T is not None:
         sample.routed_experts = torch.from_numpy(generation.routed_experts_T)
     return sample
-
-
-def _score(actor: Actor, samples: list[TrainingSample]) -> dict[int, torch.Tensor]:
-    """Return the trainer's log-probs of rank 0's samples, by number. Each sample is scored by one replica. Collective."""
-    own = share_out(samples)
-    logprobs = actor.compute_logprobs(own)[0]
-    few = {sample.number: values.tolist() for sample, values in zip(own, logprobs, strict=True)}
-    return {number: torch.tensor(values) for number, values in reduce.merge_replicas(few, list[float]).items()}

@@ -4,6 +4,7 @@ between."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,6 +202,8 @@ def _guess(walk: Walk, first: Compared, element: Element | None, attends: bool) 
     if attends and (walk.uncomputed or (first.differing[0] >= walk.prompt_tokens and len(first.differing) < len(first.tokens))):
         why = f"{walk.uncomputed} tokens came from the prefix cache" if walk.uncomputed else "only decoded tokens differ"
         return "KV cache", f"queries and new keys are equal, and {why}: cached keys or values differ, or the kernel that reads them"
+    if element is not None and not math.isfinite(element.engine):
+        return "not finite", f"{equal}, and the engine's result holds {element.engine}: its kernel overflows, or reads other memory"
     if element is not None and element.ulps <= _SMALL_ULPS:
         return "order of a sum", f"{equal}, and the difference is {element.ulps:.3g} units in the last place"
     return "kernel", f"{equal}, and the difference is larger than rounding: the kernel, or a tensor that no check knows"

@@ -82,7 +82,7 @@ class Loop:
         trainer.take_devices()
         metrics = dict(samples.metrics)
         with phase("logprobs"):
-            metrics |= trainer.compute_logprobs(samples)
+            metrics |= trainer.compute_logprobs(samples, version)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0
         if attribute:
             with phase("attribute"):

@@ -18,6 +18,7 @@ from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.clip_calibration import ClipCalibration
 from megatron_rl.algorithm.gae import KL
 from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.draws import mark_draws, unmark_draws
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
@@ -27,13 +28,16 @@ from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.moe.router import DIFFERS
 from megatron_rl.mcore.layers.moe.token_counts import keeps_routing
+from megatron_rl.mcore.optim.master_check import check_masters
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.groups import RolloutBatch
+from megatron_rl.rollout.metrics import EQUAL
 from megatron_rl.training.critic_trainer import CriticTrainer
+from megatron_rl.training.draws import DrawCheck
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
@@ -90,10 +94,11 @@ class PolicyTrainer:
         attribution: MismatchAttribution,
         engines: Rank0[Engine],
         mismatch_bound: MismatchBound | None = None,
+        draw_check: DrawCheck | None = None,
         critic: CriticTrainer | None = None,
         teacher: Policy | None = None,
     ) -> None:
-        self._mismatch_bound = mismatch_bound
+        self._mismatch_bound, self._draw_check = mismatch_bound, draw_check
         self.actor, self.attribution, self.critic = actor, attribution, critic
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
@@ -121,12 +126,14 @@ class PolicyTrainer:
     def share_samples(self, rollout: Rank0[RolloutBatch], step: int) -> StepSamples:
         return share_samples(rollout, step, self._config, self.engine_routing, self.actor.attention_length, self.replay)
 
-    def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
+    def compute_logprobs(self, step_samples: StepSamples, version: int = 0) -> dict[str, float]:
         """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed. Return entropy,
-        mismatch, staleness, and the routers' metrics. Raise RunError for a mismatch that the configuration forbids."""
+        mismatch, draws, staleness, and the routers' metrics. Raise RunError for a mismatch or draws that the configuration forbids."""
         samples = step_samples.own
         keep = self.actor.routing.shape is not None and keeps_routing(self._config.algorithm)
-        with self.actor.routing.collect_stats(samples, keep) as routing:
+        if self._draw_check is not None:
+            mark_draws(samples, version, self._draw_check.share)
+        with self.actor.routing.collect_stats(samples, keep) as routing, self.actor.record_draws() as draws:
             logprobs_B, entropy = self.actor.compute_logprobs(samples)
         for sample, logprobs in zip(samples, logprobs_B, strict=True):
             sample.old_logprobs = logprobs
@@ -149,7 +156,11 @@ class PolicyTrainer:
         if self._mismatch_bound is not None:
             self.compared = samples
             self._mismatch_bound.check(mismatch)
-        return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
+        drawn = {}
+        if self._draw_check is not None:
+            drawn = self._draw_check.check(draws, samples, step_samples.metrics.get(EQUAL, 0.0))
+            unmark_draws(samples)
+        return {_ENTROPY: entropy, **mismatch, **drawn, **staleness, **routing.gather_metrics()}
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
         """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}. A critic
@@ -200,7 +211,9 @@ class PolicyTrainer:
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}
-        return means | bounds | self._measure_change(samples)
+        changed = self._measure_change(samples)
+        check_masters(self.actor.model, self.actor.optimizer, version)
+        return means | bounds | changed
 
     def _update(self, mini_batch: list[TrainingSample]) -> dict[str, float]:
         """Take one optimizer step. An error about numbers that are not finite names the loss if it is the user's own."""

@@ -202,6 +202,7 @@ def _to_sample(number: int, completion: Completion, each: Completion, routing: R
         "reward": completion.score,
         "excluded": completion.reward.excluded,
         "masked": completion.masked,
+        "seeds": torch.tensor(each.seeds, dtype=torch.int64),
     }
     if each.remote is not None:
         return TrainingSample(_NO_IDS, _NO_IDS, remote=each.remote, **facts)

@@ -51,6 +51,7 @@ from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
+from megatron_rl.training.draws import DrawCheck
 from megatron_rl.training.graph_check import check_graph, write_critic_graph
 from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
@@ -171,9 +172,10 @@ class Session:
         self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
+        exact = promises_exactness(config, hf_config)
+        bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, critic_trainer, teacher)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, draw_check, critic_trainer, teacher)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
         self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)

@@ -6,9 +6,9 @@ removed from the logits before, so that log-probs belong to the distribution tha
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
+from megatron_rl.batch.draws import hash_to_uniform
 from megatron_rl.config.rollout import MOST_KEPT
 
 
@@ -73,13 +73,3 @@ def sample_tokens(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: t
     cumulated = probs.double().cumsum(-1)
     thresholds = torch.from_numpy(hash_to_uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, thresholds, right=True).clamp_(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
-
-
-def hash_to_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return float64 `[n]` in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of the seed after `positions` + 1 steps."""
-    with np.errstate(over="ignore"):
-        x = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from support import faulty_draws
+
 from rollout_sglang import launch_args, server
 from rollout_sglang.process import EngineProcess
 
@@ -112,15 +114,28 @@ def change_weight_later(original, runner, *args, **named):
     return original(runner, *args, **named)
 
 
+def draw_otherwise(original, probs, sampling_seed, positions):
+    """Draw with the current fault of `faulty_draws`, if it is one."""
+    file = Path(os.environ[FILE_VARIABLE])
+    return faulty_draws.draw(file.read_text() if file.exists() else "", probs, sampling_seed, positions, original)
+
+
+def keep_other_tokens(original, probs, top_p, top_k, min_p):
+    """Report the tokens of other filters, and draw from them."""
+    ids = original(probs, top_p, top_k, 0.0 if _is_planted("min-p ignored") else min_p)
+    return ids[:-1] if _is_planted("reported set off by one") and len(ids) > 1 else ids
+
+
 def plant():
     """Install the faults in this process, which SGLang's processes are forked from."""
+    from sglang.srt.layers import sampler
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 
     from rollout_sglang import precision_graph
     from rollout_sglang.derived_tensors import ServedTensors
-    from rollout_sglang.hooks import dequant_cache, registry
+    from rollout_sglang.hooks import dequant_cache, registry, seeded_sampling
     from rollout_sglang.proved_regions import ProvedRegions
     from rollout_sglang.rank_handler import RankHandler
 
@@ -136,6 +151,9 @@ def plant():
         (RankHandler, "_account", count_from_here),
         (ModelRunner, "forward", decode_with_old_weights),
         (ModelRunner, "forward", change_weight_later),
+        (sampler, "sampling_from_probs_torch", draw_otherwise),
+        (seeded_sampling, "sample_tokens", draw_otherwise),
+        (seeded_sampling, "find_kept_tokens", keep_other_tokens),
     ):
         setattr(owner, name, _wrap(getattr(owner, name), fault))
 

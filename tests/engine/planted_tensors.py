@@ -67,11 +67,17 @@ def _read_fault():
     return json.loads(file.read_text()) if file.exists() else None
 
 
+def _spoil(output):
+    if hasattr(output, "topk_weights"):
+        return output._replace(topk_weights=output.topk_weights * 2)
+    return (output[0] * torch.nan, *output[1:])
+
+
 class Planter:
     """The fault of this process."""
 
     def __init__(self):
-        self.fault, self.saved, self.old, self.undo = None, [], {}, []
+        self.fault, self.saved, self.old, self.undo, self.wrapped = None, [], {}, [], None
 
     def connect(self, original, *args):
         """Wrap RankHandler._connect: end what is more than wrong bytes, which the next sync overwrites."""
@@ -140,14 +146,22 @@ class Planter:
     def _undo(self):
         from rollout_sglang.hooks import dequant_cache
 
+        if self.wrapped is not None:
+            del self.wrapped.forward
+            self.wrapped = None
         for tensor, values in self.saved:
             tensor.copy_(values)
         self.saved = []
         dequant_cache.clear_cache()
 
-    def _plant(self, model, path, change, float_copy=False, **where):
+    def _plant(self, model, path, change="", float_copy=False, module="", **where):
         from rollout_sglang.hooks import dequant_cache
 
+        if path == "operator":  # without a wrong tensor: its result is not finite, or experts get twice their weights
+            self.wrapped = model.get_submodule(module)
+            right = self.wrapped.forward
+            self.wrapped.forward = lambda *args, **named: _spoil(right(*args, **named))
+            return
         for each in path.split("+"):
             *parents, name = each.split(".")
             owner = model.get_submodule(".".join(parents))

@@ -1,5 +1,6 @@
 """`locate` names the operator whose tensor is wrong in a live engine, and what is wrong with it."""
 
+import math
 from itertools import chain, count
 from unittest import mock
 
@@ -52,6 +53,8 @@ DENSE = {  # fault: (operator, cause)
     "a row of lm_head": (flip("lm_head.weight", 77, 5, bit=5), "lm_head", "weights"),
     "a row of the embedding": (flip("model.embed_tokens.weight", 17, 5, bit=5), "embedding", "weights"),
     "cache": ({"path": "cache", "layer": 1}, "layers.1.attention.core", "KV cache"),
+    "not finite": (multiply(L1 + "mlp.down_proj.weight_scale_inv", 0, 0, by=math.nan), "layers.1.mlp.down", "scale of a weight"),
+    "an operator that is not finite": ({"path": "operator", "module": L1 + "mlp.down_proj"}, "layers.1.mlp.down", "not finite"),
 }
 EXPERTS = {
     "experts exchanged": (
@@ -62,6 +65,7 @@ EXPERTS = {
     "scale of an expert": (multiply(L0 + "mlp.experts.w2_weight_scale_inv", 3, 0, 0), "layers.0.mlp.experts.down", "scale of a weight"),
     "router": (flip(L0 + "mlp.gate.weight", 2, 9, bit=5), "layers.0.mlp.router", "weights"),
     "q norm": (flip(L1 + "self_attn.q_norm.weight", 0, bit=5), "layers.1.attention.q_norm", "weights"),
+    "routing weights": ({"path": "operator", "module": L1 + "mlp.topk"}, "layers.1.mlp.router", "kernel"),
 }
 LATENT = {
     "w_kc": (multiply(L0 + "self_attn.w_kc", 0, 3, 5, by=-1.0), "layers.0.attention.kv_b.k", "derived tensor"),

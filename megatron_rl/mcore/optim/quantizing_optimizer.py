@@ -9,7 +9,7 @@ parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usua
     Megatron's all-gather distributes the bytes                   1 byte per parameter
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +140,26 @@ class QuantizingOptimizer(DistributedOptimizer):
             if not kept:
                 each.layer.set_scale(scale.view(grid.shape))
                 each.place.quantize(each.master.values, multiplier.view(grid.shape), each.bytes)
+
+    @torch.no_grad()
+    def find_unmade(self, chosen: Set[int]) -> list[str]:
+        """Return the weights among those with these parameters' ids whose live blocks are not those of the masters, with the first block of
+        this rank's slice. Adopted blocks are not recomputed. Collective over the replicas."""
+        slices = [each for each in self._slices if id(each.layer.weight) in chosen and not each.layer.adopted]
+        found = []
+        for each in slices:
+            maxima = each.place.find_maxima(each.master.values)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
+            scale, multipliers = make_scales(maxima, each.layer.format)
+            each.place.quantize(each.master.values, multipliers, made := torch.empty_like(each.bytes))
+            line = f"{each.name}: the blocks that the trainer computes with and sends were not made from the FP32 masters"
+            if bool((wrong := made.view(torch.uint8) != each.bytes.view(torch.uint8)).any()):
+                row, column = divmod(each.master.start + int(wrong.nonzero()[0]), each.place.cols)
+                found.append(f"{line}, first in the block of row {row}, column {column}")
+            elif not torch.equal(scale.to(each.layer.scale.dtype), each.layer.scale):
+                row, column = (scale != each.layer.scale).nonzero()[0].tolist()
+                found.append(f"{line}: the scale of block ({row}, {column}) differs")
+        return found
 
     def find_broken(self) -> str:
         """Return the name of the first weight with inf or NaN in its last quantization, or "". Waits for the device."""

@@ -12,7 +12,7 @@ operators differentiate. The kernels can also reuse logits kept by the forward p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
 from megatron_rl.mcore.passes.context_parallel import ContextShard
+from megatron_rl.mcore.passes.draws import Draws
 from megatron_rl.precision.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
@@ -40,9 +41,19 @@ class Targets:
     tokens: torch.Tensor  # int64 [n]
     temperature: float
     kept: torch.Tensor | None = None  # int32 [n, most] like `MicroBatch.kept_tokens`, or None if all tokens are kept
+    draws: Draws | None = None  # which of them to record while they are scored
 
     def __getitem__(self, rows: slice) -> Targets:
+        return replace(self.choose(rows), draws=None if self.draws is None else self.draws[rows])
+
+    def choose(self, rows: slice | torch.Tensor) -> Targets:
+        """Return some of the targets, without records of draws."""
         return Targets(self.tokens[rows], self.temperature, None if self.kept is None else self.kept[rows])
+
+    def record_draws(self, logits: torch.Tensor) -> None:
+        """Record the draws of all rows with their logits [n, vocab / tp]."""
+        if self.draws is not None:
+            self.draws.add(logits, self)
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits / temperature in FP32."""
@@ -213,6 +224,7 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_r
             for rows in _cut_into_parts(logits):
                 part = slice(chunk.start + rows.start, chunk.start + rows.stop)
                 scores.append(score_rows(logits[rows], targets[part]))
+                targets[part].record_draws(logits[rows])
         del logits  # free them before the next chunk
     return tuple(torch.cat(numbers) for numbers in zip(*scores, strict=True))
 
@@ -229,6 +241,7 @@ def _score_in_one_pass(
         seen = [own.keep(logits), logits] if filtered and with_entropy else [own.keep(logits)]
         columns = own.find_columns(len(weight))
         summaries.append(torch.stack([vocabulary.summarize(each, columns, own.temperature, parts) for each in seen], -1))
+        own.record_draws(logits)
         if keep is not None:
             keep.append(logits)
         del logits, seen  # free them before the next chunk

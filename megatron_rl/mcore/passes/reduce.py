@@ -100,5 +100,31 @@ def sum_replica(values: torch.Tensor) -> None:
     dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
 
 
+def sum_stage(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor, on the CPU, over the ranks of a pipeline stage that compute other positions with the same shards."""
+    values = values.cuda() if torch.cuda.is_available() else values
+    dist.all_reduce(values, group=_stage_group())
+    return values.cpu()
+
+
+def gather_from_stage(value: T, kind: Any) -> list[T]:
+    """Return the small value, of type `kind`, of every rank of `sum_stage`."""
+    return gather_from_ranks(value, kind, _stage_group())
+
+
+def gather_from_shards(value: T, kind: Any) -> list[T]:
+    """Return the small value, of type `kind`, of every tensor- and pipeline-parallel rank of a replica."""
+    return gather_from_ranks(value, kind, parallel_state.get_model_parallel_group())
+
+
+def get_shard_number() -> int:
+    """Return which part of the vocabulary this rank holds."""
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def _stage_group() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def _groups() -> tuple[dist.ProcessGroup, ...]:
     return parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_data_parallel_group()

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from megatron_rl.batch.draws import UNKNOWN
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.hf.routing_record import extend_routing_record
@@ -279,7 +280,7 @@ class AgentEpisode:
     def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
         """Return a conversation as a completion. Turns in `trained` are only read; the conversation's turns are added to `trained`."""
         ids, logprobs, mask, lags = ([np.empty(0, dtype)] for dtype in (np.int32, np.float32, bool, np.uint8))
-        dialogue, routed, kept = list[str](), cast(np.ndarray | None, None), cast(KeptTokens | None, None)
+        seeds, dialogue, routed, kept = list[int](), list[str](), cast(np.ndarray | None, None), cast(KeptTokens | None, None)
 
         def append(values_T: np.ndarray, logprobs_T: np.ndarray | None, versions_T: np.ndarray | None) -> None:
             count = len(values_T)
@@ -296,6 +297,7 @@ class AgentEpisode:
             count = len(generation.output_ids_T)
             versions_T = np.full(count, generation.policy_version) if generation.versions_T is None else generation.versions_T
             append(generation.output_ids_T, generation.logprobs_T if is_new else None, versions_T if is_new else None)
+            seeds += [count, UNKNOWN if generation.seed is None else generation.seed] if is_new else []
             routed = extend_routing_record(routed, generation.routed_experts_T)
             kept = extend_kept_tokens(kept, generation.kept_tokens) if is_new else kept
         shared = sum(len(turn.generation.output_ids_T) for turn in path if turn in trained)
@@ -313,6 +315,7 @@ class AgentEpisode:
             dialogue=dialogue,
             routed_experts_T=routed,
             kept_tokens=kept,
+            seeds=seeds,
             version_lags_T=np.concatenate(lags) if last and self.staleness else None,
             shared_count=shared,
         )

@@ -31,7 +31,7 @@ STEP = {
     "reward/mean": 0.5, "reward/std": 0.5, "accuracy/train": 0.5, "mismatch/abs_mean": 1e-7, "mismatch/abs_max": 1e-5,
     "mismatch/k3_kl": 0.0, "loss/policy": 0.01, "loss/kl": 0.0, "clip/positive": 0.01, "clip/negative": 0.02, "entropy": 0.4,
     "grad_norm": 1.0, "length/mean": 9.0, "length/max": 16.0, "length/truncated": 0.1, "time/generate": 2.0, "time/train": 1.0,
-    "time/sync": 0.2, "time/proof": 0.1, "time/step": 3.5, "tokens/generated": 900.0, "tokens/per_second": 450.0,
+    "time/sync": 0.2, "draws/surprise": 0.5, "time/proof": 0.1, "time/step": 3.5, "tokens/generated": 900.0, "tokens/per_second": 450.0,
     "correction/mean_positive": 1.0, "correction/mean_negative": 0.9, "correction/touched_positive": 0.0, "clip/bound_low": 0.7,
     "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0, "router/load_mean": 1.2, "router/load_max": 1.4, "router/dropped": 0.0,
     "router/load/layer_0": 1.0, "router/entropy": 1.5, "router/entropy_min": 1.4, "router/differs": 0.01, "staleness/mean": 0.5,

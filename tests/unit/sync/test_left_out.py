@@ -16,7 +16,7 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync import schedule
-from megatron_rl.sync.checks import check_coverage
+from megatron_rl.sync.checks import check_coverage, check_pairs
 from megatron_rl.sync.plan import SyncPlan, cut_into_chunks
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.adapters import AdapterGeometry
@@ -170,3 +170,45 @@ def test_a_report_that_differs_from_the_plan_is_refused(monkeypatch):
     with pytest.raises(RunError, match=r"model\.extra\.weight was absent when the trainer connected, and is \(3,\)$"):
         sync.run(2)
     sync.close()
+
+
+EXCHANGED = [
+    (replace(DENSE, adapters=None, attention=(SoftmaxAttention(4, 4, 64),)), "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj"),
+    (replace(DENSE, adapters=None), "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"),
+    (small_model(layers=2), "layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj"),
+    (small_model(layers=2), "layers.0.input_layernorm", "layers.1.input_layernorm"),
+    (SMALL_MOE, "layers.0.mlp.experts.0.up_proj", "layers.0.mlp.experts.1.up_proj"),
+    (SMALL_MOE, "layers.0.mlp.experts.0.down_proj", "layers.0.mlp.experts.1.down_proj"),
+]
+
+
+@pytest.mark.parametrize("model, one, other", EXCHANGED, ids=[f"{one} {other}" for _, one, other in EXCHANGED])
+def test_two_sources_of_equal_shape_that_are_exchanged_are_named(model, one, other):
+    """Both sides would hash the same bytes."""
+    plan = SyncPlan.make(model, Layout(), EngineLayout(), CONTRACT, 1 << 20)
+    make_sync(plan, model)
+    first, second = (
+        {(each.of_scales, each.target_rank): each for each in plan.transfers if f"{name}." in each.tensor} for name in (one, other)
+    )
+    assert first and first.keys() == second.keys()
+    source_of = {id(each): second[key] for key, each in first.items()} | {id(each): first[key] for key, each in second.items()}
+    transfers = []
+    for each in plan.transfers:
+        taken = source_of.get(id(each), each)
+        transfers.append(each._replace(source=taken.source, source_rect=taken.source_rect))
+    wrong = replace(plan, transfers=tuple(transfers), chunks=tuple(cut_into_chunks(transfers, 1 << 20)))
+    with pytest.raises(RunError, match=r"^the sync cannot be proved: model.* of engine rank 0 would get model.*, not model.*"):
+        make_sync(wrong, model)
+
+
+def test_an_engine_whose_parameter_stacks_tensors_in_another_order_is_named():
+    plan = SyncPlan.make(SMALL_MOE, Layout(), EngineLayout(), CONTRACT, 1 << 20)
+    shards = list(plan.targets[0])
+    number, stacked = next((number, shard) for number, shard in enumerate(shards) if shard.name.endswith("w13_weight"))
+    gate, up, *rest = stacked.regions
+    exchanged = gate._replace(tensor=up.tensor), up._replace(tensor=gate.tensor), *rest
+    shards[number] = replace(stacked, regions=exchanged)
+    with pytest.raises(
+        RunError, match=r"^the sync cannot be proved: .*w13_weight of an engine would hold .* in the place of another tensor"
+    ):
+        check_pairs(replace(plan, targets={0: shards}), plan.chunks)

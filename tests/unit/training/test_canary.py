@@ -9,7 +9,6 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
-from megatron_rl.training import canary
 from megatron_rl.training.canary import Canary, make_canary, make_prompts
 from megatron_rl.types import Generation, SamplingParams
 
@@ -32,15 +31,15 @@ class Engines:
         return [[answer(engine, prompt) for prompt in range(len(prompts_B))] for engine in range(2)]
 
 
-def run(monkeypatch, answers=None, bound=0.0) -> tuple[float, int]:
+def run(monkeypatch, answers=None, bound=0.0, other=None) -> tuple[float, int]:
     """Return the largest difference, and the number of samples that the trainer scored."""
     asked = []
 
-    def score(actor, samples):
+    def score(check, samples):
         asked.extend(samples)
-        return {sample.number: torch.from_numpy(LOGPROBS) for sample in samples}
+        return {sample.number: torch.from_numpy(LOGPROBS) for sample in samples}, other
 
-    monkeypatch.setattr(canary, "_score", score)
+    monkeypatch.setattr(Canary, "_score", score)
     check = Canary(None, PROMPTS, SamplingParams(1.0, 4, 0), bound)
     check.ask(engines := Engines(answers))
     return check.check(Rank0(lambda: engines), 7, {}), len(asked)
@@ -58,6 +57,14 @@ def test_engines_that_drew_the_same_tokens_cost_one_sample_a_prompt_and_nan_is_a
     assert run(monkeypatch, {(1, 0): drawn}) == (0.0, 3)
     with pytest.raises(RunError, match="log p is nan in the engine"):
         run(monkeypatch, {(0, 1): {"logprobs_T": changed(1, float("nan"))}}, bound=1e9)
+
+
+def test_a_token_that_the_seed_does_not_give_names_engine_prompt_and_tokens(monkeypatch):
+    line = "^the canary fails: engine 1, prompt 0, position 13: the engine sampled token 8, .* seed give 5$"
+    drawn = {(1, 0): {"output_ids_T": np.array([9, 8, 7, 6], np.int32)}}
+    with pytest.raises(RunError, match=line):
+        run(monkeypatch, drawn, other=(2, 13, 8, 5))
+    assert run(monkeypatch, drawn, 0.1, (2, 13, 8, 5))[0] == 0.0, "without exactness, rounding may decide a draw"
 
 
 @pytest.mark.parametrize("token, line", [
