@@ -97,15 +97,16 @@ class TrainConfig(ConfigSection):
     seed: int = 0
     """Random seed of the trainer and of sampling."""
 
-    def count_at_once(self, layout: Layout, quantized: bool, trains: bool) -> int:
+    def count_at_once(self, layout: Layout, quantized: bool, trains: bool, recompute: str | None = None) -> int:
         """Return how many micro-batches alternate in a pass: 2 if this is allowed and the pass communicates, otherwise 1.
 
         Args:
             quantized: whether linear layers are quantized. Other linear layers are Megatron's, which wait for tensor-parallel ranks.
             trains: whether the pass computes gradients.
+            recompute: what a planned candidate recomputes, instead of the configured `recompute`.
         """
         exchanges = layout.ep > 1 or layout.cp > 1 or (quantized and layout.tp > 1 and self.layout.sequence_parallel)
-        wanted = self.two_batch_overlap == "all" and self.recompute == "none" if trains else self.two_batch_overlap != "off"
+        wanted = self.two_batch_overlap == "all" and (recompute or self.recompute) == "none" if trains else self.two_batch_overlap != "off"
         return 2 if exchanges and wanted else 1
 
     def decay_over(self, optimizer_steps: int) -> Self:

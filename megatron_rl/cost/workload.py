@@ -188,8 +188,7 @@ class Candidate:
 
     def at_once(self, job: Workload, trains: bool) -> int:
         """Return how many micro-batches take turns in a training pass or, without `trains`, in a forward pass."""
-        train = job.config.train.model_copy(update={"recompute": self.recompute})
-        return train.count_at_once(self.train, job.contract.trainer_format.quantized, trains)
+        return job.config.train.count_at_once(self.train, job.contract.trainer_format.quantized, trains, self.recompute)
 
     def micro_batches(self, job: Workload) -> int:
         tokens = job.trained_sequences * job.mean_sequence / job.config.algorithm.updates_per_step

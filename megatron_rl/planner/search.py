@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_rl.cost.hardware import Cluster
-from megatron_rl.cost.workload import Candidate, Placement, Workload
+from megatron_rl.cost.workload import Candidate, Placement, Recompute, Workload
 from megatron_rl.planner.memory_by_phase import (
     PhaseMemory,
     add_ipc_contexts,
@@ -73,6 +73,7 @@ class _Rating(NamedTuple):
     """A candidate with its seconds per step without the sync, and the phase in which the fullest GPU has `spare` bytes left."""
 
     candidate: Candidate
+    recompute: Recompute
     spare: float
     step: float
     phase: str
@@ -149,10 +150,10 @@ class Planner:
                     fitting[key] = min(rating, fitting.get(key, rating), key=self._rank_key)
             if fitting:
                 break
-        best = [self.estimate(rating.candidate) for rating in sorted(fitting.values(), key=self._rank_key)[:count]]
+        best = [self._estimate_rated(rating) for rating in sorted(fitting.values(), key=self._rank_key)[:count]]
         fastest = sorted(map(self.with_sync, _track(best)), key=self._rank_key)
-        roomiest = max(fastest, key=lambda estimate: estimate.spare, default=closest and self.estimate(closest.candidate))
-        unfit = refused and self.estimate(refused.candidate)
+        roomiest = max(fastest, key=lambda estimate: estimate.spare, default=closest and self._estimate_rated(closest))
+        unfit = refused and self._estimate_rated(refused)
         return SearchResult([estimate for estimate in fastest if estimate.fits], tried, dropped, roomiest, unfit)
 
     def fits_apart(self, refused: bool = False) -> bool:
@@ -180,12 +181,12 @@ class Planner:
 
     def _rate_smallest(self, candidate: Candidate) -> _Rating:
         """Return the rating of the candidate, with full recomputation if it does not fit otherwise."""
-        rating = self._rate(candidate)
-        return rating if rating.spare >= 0 else self._rate(replace(candidate, recompute="full"))
+        rating = self._rate(candidate, "none")
+        return rating if rating.spare >= 0 else self._rate(candidate, "full")
 
-    def _rate(self, candidate: Candidate) -> _Rating:
-        """Return what `estimate` would, without the parts of the memory. Raise GeometryError as it does."""
-        seconds, held = self._rate_trainer(candidate.train, candidate.placement, candidate.recompute)
+    def _rate(self, candidate: Candidate, recompute: Recompute) -> _Rating:
+        """Return what `estimate` would with this recomputation, without the parts of the memory. Raise GeometryError as it does."""
+        seconds, held = self._rate_trainer(candidate.train, candidate.placement, recompute)
         generate, held_by_engine = self._rate_engine(candidate.placement, candidate.rollout)
         if candidate.colocated:
             totals = [a + b for a, b in zip(held, held_by_engine, strict=True)]
@@ -193,7 +194,11 @@ class Planner:
             totals = list(map(max, held, held_by_engine))
         fullest = max(totals)
         step = StepTime(generate, 0, seconds, colocated=candidate.colocated).step
-        return _Rating(candidate, usable_bytes(self.cluster) - fullest, step, list_phases(self.job)[totals.index(fullest)])
+        phase = list_phases(self.job)[totals.index(fullest)]
+        return _Rating(candidate, recompute, usable_bytes(self.cluster) - fullest, step, phase)
+
+    def _estimate_rated(self, rating: _Rating) -> CandidateEstimate:
+        return self.estimate(replace(rating.candidate, recompute=rating.recompute))
 
     def _rate_trainer(self, *sizes: Any) -> tuple[float, list[float]]:
         """Return the trainer's seconds, and the bytes on its fullest GPU by phase."""

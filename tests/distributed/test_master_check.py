@@ -16,7 +16,7 @@ from parallel.layout import Layout
 MODES = {
     "fp8": FP8,
     "fp32 scales": FP8 | {"scale_format": "fp32"},
-    "int8": {"mode": "int8_rollout", "high": "fp32"},
+    "int8": {"mode": "int8_rollout", "high": "bf16"},
     "bf16": {"mode": "bf16"},
 }
 LAYER = "decoder.layers.0.self_attention.linear_proj.weight"

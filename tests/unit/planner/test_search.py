@@ -1,6 +1,7 @@
 """The search finds what a search does that estimates every candidate as a whole, and the sync's bytes are those of the real plan."""
 
 import json
+import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_rl.cost.weights import count_layer_kinds
 from megatron_rl.cost.workload import Candidate, Workload
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.planner.remedies import explain
 from megatron_rl.planner.search import Planner, _closeness, _powers
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from parallel.layout import Layout
@@ -25,6 +27,7 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.reshard import add_scale_transfers, check_block_alignment, reshard
 from parallel.sglang_shards import build_engine_shards, check_merged_layers
 from parallel.shards import GeometryError
+from parallel.wrappers import unwrap
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = {"qwen3_8b": 2, "qwen2_5_32b": 4, "qwen3_30b_a3b": 2, "qwen3_235b_a22b": 16, "qwen3_5_9b": 1, "qwen3_5_35b_a3b": 2,
@@ -98,6 +101,29 @@ def test_the_search_of_any_model_is_the_whole_search(name, nodes, mode, gpu, wit
     except (UserError, ValidationError):  # models and modes that the rules refuse
         return
     assert_is_the_whole_search(Planner(job, Cluster.from_options(*nodes, gpu)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+def test_every_published_model_is_planned_in_seconds(nodes, monkeypatch, capsys):
+    """Prints the slowest (`pytest -s`). With the widths and lengths of the largest shipped configuration."""
+    monkeypatch.chdir(ROOT)
+    config, seconds = load_config(ROOT / "configs" / "qwen3_235b_a22b.toml", []), {}
+    for line in map(json.loads, (ROOT / "configs" / "published_models.jsonl").read_text().splitlines()):
+        start = time.process_time()
+        try:
+            planner = Planner(Workload.from_config(config, unwrap(line["config"])), Cluster.from_options(nodes, 8, "h100"))
+        except UserError:
+            continue
+        found = planner.search(5)
+        if not found.ranked:
+            explain(planner, found)
+        seconds[line["model"]] = time.process_time() - start
+    slowest = max(seconds, key=seconds.__getitem__)
+    with capsys.disabled():
+        print(f"\n{8 * nodes} GPUs, {len(seconds)} models: {sum(seconds.values()):.0f} s, of which {slowest} {seconds[slowest]:.1f} s")
+    assert len(seconds) > 40 and seconds[slowest] < 100  # ten times what is promised on a quiet core
 
 
 def test_no_layout_that_no_batch_script_starts_is_before_one_that_it_starts():
