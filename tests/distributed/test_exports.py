@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,17 +41,6 @@ def score_by_trainer(folder, batch):
     return torch.cat(compute_logprobs(Trainer(folder, FP32).actor, batch)[0])
 
 
-def score_by_transformers(folder, sequences):
-    """Return log-probs of an export; transformers itself dequantizes FP8, since its kernels need a GPU."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    if "quantization_config" not in json.loads((folder / "config.json").read_text()):
-        return response_logprobs(load(folder), sequences)
-    whole = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=whole, dtype=torch.float32, local_files_only=True)
-    return response_logprobs(model.float(), sequences)
-
-
 def score_by_peft(base, adapters, sequences, whole=False):
     """Return log-probs of a checkpoint without and with adapters. Fail if PEFT or transformers warns."""
     sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
@@ -83,7 +71,7 @@ def test_transformers_computes_the_trainers_logprobs_with_every_export(worlds, m
         (read,) = worlds(1).call(score_by_trainer, tmp_path / precision, batch)
         (tmp_path / "batch.json").write_text(json.dumps(pairs(batch)))
         path = os.pathsep.join([*sys.path, f"{sys.prefix}/peft"])  # accelerate, which transformers needs for FP8 before it is imported
-        words = [sys.executable, __file__, tmp_path / precision, tmp_path / "batch.json", tmp_path / "scores.pt"]
+        words = [sys.executable, "-m", "support.export_scores", tmp_path / precision, tmp_path / "batch.json", tmp_path / "scores.pt"]
         subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, check=True)
         found = torch.load(tmp_path / "scores.pt", weights_only=True)
         torch.testing.assert_close(found, read, rtol=0, atol=EXACT, msg=lambda text, precision=precision: f"{precision}: {text}")
@@ -155,7 +143,3 @@ def rename_base(run, to, base, adapters, working):
     os.chdir(working)
     export_adapters(to, adapters)
     os.chdir(before)
-
-
-if __name__ == "__main__":
-    torch.save(score_by_transformers(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())), sys.argv[3])
