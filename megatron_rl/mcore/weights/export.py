@@ -10,7 +10,7 @@ tensors of a Megatron layer (such as q, k and v) share their A, so the export wr
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -56,6 +56,9 @@ from parallel.mtp_layers import list_mtp_copies
 from parallel.shards import HFTensor, Region, take_all
 from parallel.transport.process_group import register_shared_gloo
 from parallel.wrappers import DECODER, rewrap
+
+_STACKING = ("gpt_oss", "qwen3_5_moe_text")
+"""Families whose checkpoints stack the experts of a layer. PEFT has no place for adapters of single ones."""
 
 
 class _Source(NamedTuple):
@@ -142,6 +145,9 @@ def convert(
     copies = _list_copies(wide)
     stored_tensors = wide.tensors() | {name: wide.tensors()[original] for name, original in copies.items()}
     sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in stored_tensors.items()}
+    blocks = [(tensor, block) for tensor in stored_tensors.values() if (block := contract.format_of(tensor.role).block) and block[1]]
+    if rank == 0 and any(tensor.rows % block[0] or tensor.cols % block[1] for tensor, block in blocks):
+        print("edge blocks of some tensors are partial: transformers 5.19 cannot dequantize them, SGLang and vLLM can", flush=True)
     mtp_sizes = mtp.count_bytes(contract) if mtp else {}
     sizes |= mtp_sizes
     files = cut_into_files(sizes, file_bytes)
@@ -266,7 +272,8 @@ def export_adapters(folder: Path, output: Path) -> None:
     lora = read_settings(state)
     geometry = _read_geometry(folder, lora)
     tensors = _read_adapters(geometry, RunWeights(folder, geometry))
-    if any(DECODER in name and ".experts." in name for name in tensors):
+    has_experts = any(".experts." in name for name in tensors)
+    if has_experts and geometry.family in _STACKING:
         print("adapters of experts are written, but peft 0.21 has no place for them in models of this family", flush=True)
     hub = HubModel.parse(Path(state["base"]))
     description = {
@@ -279,11 +286,19 @@ def export_adapters(folder: Path, output: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in tensors}),
+        "target_parameters": _list_other_mlps(tensors) if has_experts and geometry.family not in _STACKING else None,
         "inference_mode": True,
     }
     with atomic_folder(output) as temporary:
         write_file(temporary / "adapter_model.safetensors", tensors)
         (temporary / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def _list_other_mlps(tensors: Iterable[str]) -> list[str]:
+    """Return the weights of dense layers and shared experts. Beside adapted experts, PEFT finds them only by these names: it takes names of
+    modules, such as gate_proj, for those of experts."""
+    parts = (name.split(".lora_")[0].partition(".layers.")[2].partition(".")[2] for name in tensors)
+    return sorted({f"{part}.weight" for part in parts if part.startswith("mlp.") and ".experts." not in part})
 
 
 def _read_adapters(geometry: ModelGeometry, weights: RunWeights) -> dict[str, torch.Tensor]:
