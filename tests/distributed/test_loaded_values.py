@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from support.exchanged import exchange
 from support.families import ARCHITECTURES, QUANTIZED
 from support.fp8_checkpoints import with_random_blocks
 from support.models import edit_config, make_model, read_weights
@@ -18,7 +19,6 @@ from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import Region
 
 BF16, UNIFIED, ROLLOUT = {"mode": "bf16", "high": "bf16"}, {"mode": "fp8_unified", "high": "bf16"}, {"mode": "fp8_rollout", "high": "bf16"}
 INT8, SPREAD = {"mode": "int8_rollout", "high": "bf16"}, {"masters": "spread"}
@@ -40,16 +40,6 @@ def make_checks(folder, precision, layout, *exchanged):
             patch.setattr(loaded_values, "_WHOLE", whole)
             LoadedValues(plan, rank, folder, trainer.hf_config, lines.append).check(trainer.collect_named_tensors())
     return lines
-
-
-def exchange(read, one, other):
-    def read_other(checkpoint, region, *args):
-        tensor = region.tensor
-        names = tensor.name.replace(one, "*").replace(other, one).replace("*", other)
-        other_tensor = type(tensor)(names, tensor.rows, tensor.cols, tensor.role, tensor.vector)
-        return read(checkpoint, Region(other_tensor, *region[1:]), *args)
-
-    return read_other
 
 
 def find_layout(name):

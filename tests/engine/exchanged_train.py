@@ -1,8 +1,8 @@
-"""The command `megatron-rl` with a trainer that loads two tensors into each other's place: `ONE=... OTHER=... python -m exchanged_train`."""
+"""The command `megatron-rl` with a trainer that loads the tensors ONE and OTHER of the environment into each other's place."""
 
 import os
 
-from test_loaded_values import exchange
+from support.exchanged import exchange
 
 from megatron_rl.cli.main import main
 from megatron_rl.hf.read import HFCheckpoint
