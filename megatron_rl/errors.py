@@ -94,6 +94,10 @@ class MismatchError(RunError):
     """Raised if trainer and engine give a token other log-probs than the run allows."""
 
 
+class DrawError(RunError):
+    """Raised if an engine's tokens are not draws from the distribution that it reports."""
+
+
 class AbortedError(Exception):
     """Raised if a call is ended by the caller's own `Abort`, so its result is not needed."""
 

@@ -142,6 +142,10 @@ class AlgorithmConfig(ConfigSection):
     old_policy: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens are the denominator of the importance ratio. With `engine`, a single ratio covers both the
     trainer-engine mismatch and the update."""
+    old_logprobs: Literal["auto", "pass", "engine"] = "auto"
+    """Where the old log-probs of a step come from. `pass`: a forward pass before the updates. `engine`: the engine, without a pass; the
+    step's first update compares them with the trainer's, and with several updates a pass compares all tokens in one of eight steps.
+    `auto`: `engine` if the run promises a mismatch of 0 and no setting needs the pass, otherwise `pass`."""
     correction: Annotated[tuple[Correction, ...], BeforeValidator(_as_corrections)] = ()
     """Corrections of the trainer-engine mismatch, as a name or a list of compatible names whose weights are multiplied. Each weights a
     token's loss by q = p_trainer / p_engine, both before the update. `tis`, `sequence_tis`: min(q, cap) of the token or the sequence;

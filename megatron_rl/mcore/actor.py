@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.output_layer import Entropy, score_positions
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
@@ -36,6 +35,7 @@ from megatron_rl.mcore.passes.draws import DrawRecord, Draws
 from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
+from megatron_rl.mcore.passes.sampled_scores import SampledScores
 from megatron_rl.mcore.passes.two_batch import run_in_turns
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
@@ -95,11 +95,7 @@ class Policy:
         Collective: every rank passes the samples of its replica. The log-probs are those of the replica; the entropy is over all
         replicas."""
         with torch.no_grad():
-            logprobs, entropy_and_tokens = self.routing.follow_forecast(partial(self._score, samples))
-        reduce.sum_stages(logprobs)
-        reduce.sum_values(entropy_and_tokens)
-        entropy, tokens = entropy_and_tokens.tolist()
-        return list(logprobs.cpu().split([sample.sampled_count for sample in samples])), entropy / max(tokens, 1)
+            return self.routing.follow_forecast(partial(self._score, samples)).gather()
 
     @contextmanager
     def record_draws(self) -> Iterator[DrawRecord]:
@@ -110,24 +106,16 @@ class Policy:
         finally:
             self._draw_record = None
 
-    def _score(self, samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a pass; return this rank's part of (log-probs of all sampled tokens, float32 [A]; sum of entropies and number of tokens,
-        float64 [2]), zeros on other stages than the last."""
-        lengths = [sample.sampled_count for sample in samples]
-        logprobs, firsts = torch.zeros(sum(lengths), device=self._device), list(accumulate(lengths, initial=0))
-        entropy_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
+    def _score(self, samples: list[TrainingSample]) -> SampledScores:
+        """Run a pass without gradient and return this rank's scores."""
+        scores = SampledScores(samples, self._device)
 
-        def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
-            row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
-            own = [torch.arange(firsts[index], firsts[index + 1]) for index in batch.sample_indices]
-            if own:  # indices come from the host, so nothing waits for the device
-                places, targets = (copy_to_device(x, self._device) for x in (torch.cat(own), batch.find_targets(samples)))
-                logprobs.index_copy_(0, places, row[0].index_select(0, targets))
-            entropy_and_tokens.add_(torch.stack([(entropies * batch.mask).sum(), batch.mask.sum()]))
-            return scores.new_zeros(())
+        def collect(row: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
+            scores.add(batch, *(shard.gather_row(scored.restore(values)) for values in row.unbind(-1)))
+            return row.new_zeros(())
 
-        self._run(samples, collect, forward_only=True)
-        return logprobs, entropy_and_tokens
+        self._run(samples, collect, forward_only=True, entropy=Entropy.VALUE)
+        return scores
 
     def make_micro_batches(self, samples: list[TrainingSample], at_once: int = 1) -> MicroBatches:
         """Pack this replica's samples into micro-batches, the same number on every replica. `at_once` micro-batches take turns.
@@ -162,15 +150,15 @@ class Policy:
         samples: list[TrainingSample],
         loss: Callable[..., torch.Tensor],
         forward_only: bool,
-        with_entropy: bool = True,
+        entropy: Entropy = Entropy.NONE,
         mtp_layers: int = 0,
     ) -> None:
         """Run Megatron's schedule once over this replica's micro-batches. Gradients are those of the loss summed over all replicas, divided
         by the number of response tokens.
 
         Args:
-            loss: maps (log-probs [1, n] or, `with_entropy`, log-probs and entropies [1, n, 2]; micro-batch; this rank's shard; scored
-                positions; the `Lookahead` if `mtp_layers`) to a sum over tokens. Called on the last pipeline stage only.
+            loss: maps (log-probs [1, n] or, unless `entropy` is NONE, log-probs and entropies [1, n, 2]; micro-batch; this rank's shard;
+                scored positions; the `Lookahead` if `mtp_layers`) to a sum over tokens. Called on the last pipeline stage only.
             mtp_layers: number of multi-token prediction layers to run.
         """
         at_once = self.chunks[0].config.at_once[not forward_only]
@@ -195,7 +183,7 @@ class Policy:
                 model.set_input_tensor(stage_input)
             targets = replace(row.scored.select_targets(row.batch, row.shard, self.temperature), draws=row.draws)
             ahead = model.look_ahead(*row.ahead) if row.ahead else nullcontext()
-            with score_positions(model, row.scored.index, targets, with_entropy), ahead:
+            with score_positions(model, row.scored.index, targets, entropy), ahead:
                 return self._forward(chunk, row.batch, row.shard, row.known)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
@@ -249,10 +237,14 @@ class Actor(Policy):
         """Undo `offload_optimizer`."""
         self.offloader.reload()
 
-    def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
+    def update(
+        self, samples: list[TrainingSample], loss: Loss, check: Callable[[list[torch.Tensor], float], None] | None = None
+    ) -> dict[str, float]:
         """Take one optimizer step on the samples of all replicas; return its metrics, the same on all ranks. The loss's metrics are means
         over response tokens. Collective: every rank passes the samples of its replica. Raise RunError if the loss or the gradient is not
-        finite; the weights are then unchanged."""
+        finite; the weights are then unchanged.
+
+        `check` is called before the weights change with what `compute_logprobs(samples)` would return. It may raise."""
         own_tokens, own_places = (sum(counts) for counts in ([s.sampled_count for s in samples], [s.length - 1 for s in samples]))
         sampled_tokens, all_tokens = reduce.sum_over_replicas(own_tokens, own_places)
         tokens = max(sampled_tokens, 1)
@@ -262,7 +254,10 @@ class Actor(Policy):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.routing.restore_biases_on_error():
-            sums = self._accumulate_gradients(samples, loss)
+            scores = None if check is None else SampledScores(samples, self._device)
+            sums = self._accumulate_gradients(samples, loss, scores)
+            if check is not None and scores is not None:
+                check(*scores.gather())
             padding = sums.pop(_PADDING) / sums.pop(_POSITIONS)
             means = {name: value / tokens for name, value in sums.items()}
             if not math.isfinite(means[TOTAL_LOSS]):
@@ -281,19 +276,23 @@ class Actor(Policy):
         response = self.response.end() if self.response else {}
         return {**means, _PADDING: padding, GRAD_NORM: float(grad_norm), LEARNING_RATE: learning_rate, **response}
 
-    def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Run forward and backward passes of all samples; return the loss's metrics summed over all ranks."""
+    def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss, scores: SampledScores | None) -> dict[str, float]:
+        """Run forward and backward passes of all samples; return the loss's metrics summed over all ranks, and add to `scores`."""
         sums: dict[str, Any] = {}
         with_entropy, factor = getattr(loss, "with_entropy", False), self._train.mtp_loss_scaling_factor
+        entropy = Entropy.GRADIENT if with_entropy else Entropy.NONE if scores is None else Entropy.VALUE
         if self._mtp_layers and self.chunks[0].config.pipeline_model_parallel_size > 1:
             finish_gathers(self.model)
             copy_embedding(self.chunks)
 
         def compute_loss(
-            scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions, ahead: Lookahead | None = None
+            row: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions, ahead: Lookahead | None = None
         ) -> torch.Tensor:
-            logprobs, *entropies = (shard.gather_row(scored.restore(row)) for row in (scores.unbind(-1) if with_entropy else [scores]))
-            total, metrics = loss(logprobs, batch, *entropies)  # the same on all context-parallel ranks
+            values = [row] if entropy is Entropy.NONE else row.unbind(-1)
+            logprobs, *entropies = (shard.gather_row(scored.restore(each)) for each in values)
+            if scores is not None:
+                scores.add(batch, logprobs.detach(), entropies[0].detach())
+            total, metrics = loss(logprobs, batch, *(entropies if with_entropy else ()))  # the same on all context-parallel ranks
             if ahead is not None:
                 of_layers = ahead.compute_loss()
                 total, metrics = total + factor * of_layers, {**metrics, MTP_LOSS: of_layers.detach()}
@@ -302,7 +301,7 @@ class Actor(Policy):
                 sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
             return total
 
-        self._run(samples, compute_loss, forward_only=False, with_entropy=with_entropy, mtp_layers=self._mtp_layers)
+        self._run(samples, compute_loss, forward_only=False, entropy=entropy, mtp_layers=self._mtp_layers)
         return reduce.sum_by_name(sums)
 
     def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:
@@ -319,7 +318,7 @@ class Actor(Policy):
             for chunk, name, module in iter_modules(self.model):
                 if name and not isinstance(module, torch.nn.ModuleList):
                     hooks.enter_context(module.register_forward_hook(partial(check_output, global_name(chunk, name))))
-            self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
+            self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True, entropy=Entropy.VALUE)
         name = next(filter(None, gather_from_ranks(names[0] if names else "", str)), "")  # earlier pipeline stages have lower ranks
         return f"; the first module with inf or NaN in its output is {name}" if name else ""
 

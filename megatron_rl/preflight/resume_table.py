@@ -69,6 +69,7 @@ TABLE = (
         "entropy_coef aggregate kl_coef kl_estimator kl_bias_correction kl_in off_policy_mask_threshold mask_truncated_completions "
         "old_policy correction correction_cap correction_low correction_high correction_veto routing_replay", NAMED,
         "Changes the loss. The reference is kept. Calibrated bounds continue from their values."),
+    Row("algorithm", "old_logprobs", FREELY, "Changes no result if the mismatch is 0. Otherwise, ratios are against the engine's policy."),
     Row("algorithm", "dynamic_sampling_max_rounds accuracy_low accuracy_high", NAMED, "Changes which groups are trained on."),
     Row("algorithm", "overlong_share overlong_penalty", NAMED, "Changes rewards."),
     Row("replay", "prompts_per_step max_staleness max_replays buffer_size", NAMED, "Changes which groups are replayed. The buffer stays."),

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from megatron_rl.algorithm.old_logprobs import list_needs
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.hub import HUB_PREFIX
@@ -178,6 +179,12 @@ def off_policy_tokens_are_corrected(facts: Facts) -> None:
         raise UserError("placement.max_staleness", config.placement.max_staleness, rule, _CORRECT_OFF_POLICY)
     if config.replay is not None:
         raise UserError("replay", None, rule, _CORRECT_OFF_POLICY)
+
+
+@rule(Needs.TRAINER)
+def pass_is_not_needed(facts: Facts) -> None:
+    if facts.config.algorithm.old_logprobs == "engine" and (reasons := list_needs(facts.config)):
+        raise UserError("algorithm.old_logprobs", "engine", f"leaves out a pass that the run needs: {reasons[0]}", "leave it out")
 
 
 def _refuse_late_advantages(algorithm: AlgorithmConfig, rule: str) -> UserError:

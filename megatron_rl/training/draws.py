@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.errors import RunError
+from megatron_rl.errors import DrawError
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.draws import FIELDS, FILTER_FIELDS, DrawRecord
 from megatron_rl.metrics import declare
@@ -176,7 +176,7 @@ class DrawCheck:
         self.share = SHARE_ON_GPU if torch.cuda.is_available() else 1.0
 
     def check(self, record: DrawRecord, samples: Sequence[TrainingSample], equal_excess: float) -> dict[str, float]:
-        """Return the metrics of a step, given what its passes recorded of this rank's samples. Collective. Raise RunError for a test
+        """Return the metrics of a step, given what its passes recorded of this rank's samples. Collective. Raise DrawError for a test
         that fails, or tell it. `equal_excess`: see `rollout.metrics.EQUAL`."""
         rows = _Rows(record, samples)
         facts = gather_facts(rows, self._sampling, self._exact)
@@ -193,7 +193,7 @@ class DrawCheck:
         metrics, failed = self._judge(facts, token, sum(each[2][4] for each in found), equal_excess)
         for name, line in failed.items():
             if self._stops:
-                raise RunError(line)
+                raise DrawError(line)
             if name not in self._told:
                 self._notify(line)
         self._told = {*failed}

@@ -7,7 +7,8 @@ host memory.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -17,19 +18,21 @@ import torch
 from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.clip_calibration import ClipCalibration
 from megatron_rl.algorithm.gae import KL
+from megatron_rl.algorithm.old_logprobs import OldLogprobs
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.draws import mark_draws, unmark_draws
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0, run_on_rank0
-from megatron_rl.errors import RunError
+from megatron_rl.errors import DrawError, MismatchError, RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.linear.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.moe.router import DIFFERS
 from megatron_rl.mcore.layers.moe.token_counts import keeps_routing
 from megatron_rl.mcore.optim.master_check import check_masters
 from megatron_rl.mcore.passes import reduce
+from megatron_rl.mcore.passes.draws import DrawRecord
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
@@ -95,6 +98,7 @@ class PolicyTrainer:
         engines: Rank0[Engine],
         mismatch_bound: MismatchBound | None = None,
         draw_check: DrawCheck | None = None,
+        old_logprobs: OldLogprobs | None = None,
         critic: CriticTrainer | None = None,
         teacher: Policy | None = None,
     ) -> None:
@@ -105,7 +109,10 @@ class PolicyTrainer:
         """Shape of the engine's routing records, or None if they are not replayed."""
         self._records: dict[int, torch.Tensor] = {}  # the actor's routing of the step's samples by number, if only the update replays it
         self._config, self._reference, self._teacher, self._engines = config, reference, teacher, engines
-        self.compared: list[TrainingSample] = []  # this replica's samples of the newest step with a bound on the mismatch
+        self.compared: list[TrainingSample] = []  # this replica's samples of the newest step, with the trainer's log-probs
+        self._old_logprobs = old_logprobs or OldLogprobs(config, exact=False)
+        self._equal = 0.0  # `rollout.metrics.EQUAL` of the step
+        self.compares_in_update = False  # whether the current step leaves out the pass of the old log-probs
         self.replay: ReplayBuffer | None = None
         if config.replay is not None:
             from megatron_rl.batch.replay import ReplayBuffer
@@ -128,12 +135,32 @@ class PolicyTrainer:
 
     def compute_logprobs(self, step_samples: StepSamples, version: int = 0) -> dict[str, float]:
         """Set the log-probs of actor, reference, and teacher, and the actor's own routing if it is to be replayed. Return entropy,
-        mismatch, draws, staleness, and the routers' metrics. Raise RunError for a mismatch or draws that the configuration forbids."""
+        mismatch, draws, staleness, and the routers' metrics. Raise RunError for a mismatch or draws that the configuration forbids.
+
+        If the engine's log-probs are the old ones (`OldLogprobs`), the first update checks them and returns these metrics."""
         samples = step_samples.own
+        self.compares_in_update = self._old_logprobs.are_engines(samples, version, reduce.max_over_replicas)
+        self._equal = step_samples.metrics.get(EQUAL, 0.0)
+        if self.compares_in_update:
+            for sample in samples:
+                sample.old_logprobs = sample.rollout_logprobs
+            metrics = dict[str, float]()
+        else:
+            metrics = self._score_actor(samples, version)
+        if self._reference is not None:
+            for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
+                sample.reference_logprobs = logprobs
+        if self._teacher is not None:
+            with self._teacher.routing.disable_replay():  # the records name the policy's experts
+                for sample, logprobs in zip(samples, self._teacher.compute_logprobs(samples)[0], strict=True):
+                    sample.teacher_logprobs = logprobs
+        stale = self._config.placement.max_staleness or self._config.replay is not None
+        return metrics | (measure_staleness(samples, reduce.combine) if stale else {})
+
+    def _score_actor(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
+        """Run the pass of the old log-probs and return its metrics."""
         keep = self.actor.routing.shape is not None and keeps_routing(self._config.algorithm)
-        if self._draw_check is not None:
-            mark_draws(samples, version, self._draw_check.share)
-        with self.actor.routing.collect_stats(samples, keep) as routing, self.actor.record_draws() as draws:
+        with self.actor.routing.collect_stats(samples, keep) as routing, self._record_draws(samples, version) as draws:
             logprobs_B, entropy = self.actor.compute_logprobs(samples)
         for sample, logprobs in zip(samples, logprobs_B, strict=True):
             sample.old_logprobs = logprobs
@@ -143,24 +170,26 @@ class PolicyTrainer:
                 sample.routed_experts = records[sample.number]
         else:
             self._records = records
-        if self._reference is not None:
-            for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
-                sample.reference_logprobs = logprobs
-        if self._teacher is not None:
-            with self._teacher.routing.disable_replay():  # the records name the policy's experts
-                for sample, logprobs in zip(samples, self._teacher.compute_logprobs(samples)[0], strict=True):
-                    sample.teacher_logprobs = logprobs
-        stale = self._config.placement.max_staleness or self._config.replay is not None
-        staleness = measure_staleness(samples, reduce.combine) if stale else {}
+        return {_ENTROPY: entropy, **self._compare(samples, draws), **routing.gather_metrics()}
+
+    @contextmanager
+    def _record_draws(self, samples: list[TrainingSample], version: int) -> Iterator[DrawRecord]:
+        """Context manager in which passes record the draws that are to be checked."""
+        if self._draw_check is not None:
+            mark_draws(samples, version, self._draw_check.share)
+        with self.actor.record_draws() as draws:
+            yield draws
+        unmark_draws(samples)
+
+    def _compare(self, samples: list[TrainingSample], draws: DrawRecord) -> dict[str, float]:
+        """Return the mismatch and the draws of samples with the trainer's log-probs. Raise RunError if the configuration forbids them."""
+        self.compared = samples
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
         if self._mismatch_bound is not None:
-            self.compared = samples
             self._mismatch_bound.check(mismatch)
-        drawn = {}
-        if self._draw_check is not None:
-            drawn = self._draw_check.check(draws, samples, step_samples.metrics.get(EQUAL, 0.0))
-            unmark_draws(samples)
-        return {_ENTROPY: entropy, **mismatch, **drawn, **staleness, **routing.gather_metrics()}
+        if self._draw_check is None:
+            return mismatch
+        return mismatch | self._draw_check.check(draws, samples, self._equal)
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
         """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}. A critic
@@ -207,7 +236,8 @@ class PolicyTrainer:
             for number, mini_batch in enumerate(mini_batches, 1):
                 if calibrate and number == len(mini_batches):
                     self.clip.end(mini_batch)
-                updates.append(self._update(mini_batch))
+                first = number == 1 and self.compares_in_update
+                updates.append(self._compare_and_update(mini_batch, version) if first else self._update(mini_batch))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}
@@ -215,12 +245,28 @@ class PolicyTrainer:
         check_masters(self.actor.model, self.actor.optimizer, version)
         return means | bounds | changed
 
-    def _update(self, mini_batch: list[TrainingSample]) -> dict[str, float]:
+    def _compare_and_update(self, mini_batch: list[TrainingSample], version: int) -> dict[str, float]:
+        """Take an optimizer step that compares its log-probs with the engine's, and checks its draws, before it changes a weight."""
+        metrics: dict[str, float] = {}
+
+        def compare(logprobs_B: list[torch.Tensor], entropy: float) -> None:
+            scored = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(mini_batch, logprobs_B, strict=True)]
+            metrics.update({_ENTROPY: entropy, **self._compare(scored, draws)})
+
+        with self.actor.routing.collect_stats(mini_batch) as routing, self._record_draws(mini_batch, version) as draws:
+            update = self._update(mini_batch, compare)
+        return {**update, **metrics, **routing.gather_metrics()}
+
+    def _update(
+        self, mini_batch: list[TrainingSample], check: Callable[[list[torch.Tensor], float], None] | None = None
+    ) -> dict[str, float]:
         """Take one optimizer step. An error about numbers that are not finite names the loss if it is the user's own."""
         if self._records:
             mini_batch = [replace(sample, routed_experts=self._records.pop(sample.number)) for sample in mini_batch]
         try:
-            return self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher))
+            return self.actor.update(mini_batch, PolicyLoss(self.clip.config, self._config.teacher), check)
+        except (MismatchError, DrawError):
+            raise
         except RunError as error:
             if not LOSSES.is_own(name := self._config.algorithm.loss):
                 raise

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
@@ -73,10 +74,12 @@ class Recorder:
             row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
         self._log.run_local(lambda log: log.write_step(row))
 
-    def write_samples(self, step: int, samples: StepSamples) -> None:
-        """Write the completions that the report shows, with their advantages and mismatch. Collective."""
+    def write_samples(self, step: int, samples: StepSamples, compared: list[TrainingSample]) -> None:
+        """Write the completions that the report shows, with their advantages and, if they are among those `compared` on this replica, their
+        mismatch. Collective."""
         shown = set(samples.shown)
-        own = {sample.number: (sample.advantage, bin_mismatch(sample)) for sample in samples.own if sample.number in shown}
+        bins = {sample.number: bin_mismatch(sample) for sample in compared if sample.number in shown}
+        own = {sample.number: (sample.advantage, bins.get(sample.number, [])) for sample in samples.own if sample.number in shown}
         of_all = reduce.merge_replicas(own, tuple[float | None, list[tuple[int, float]]])
         for number, row in zip(samples.shown, samples.rows, strict=False):
             row["advantage"], row["mismatch"] = of_all[number]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.old_logprobs import OldLogprobs
 from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
@@ -179,7 +180,8 @@ class Session:
         exact = promises_exactness(config, hf_config)
         bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, bound, draw_check, critic_trainer, teacher)
+        checks = bound, draw_check, OldLogprobs(config, exact)
+        trainer = PolicyTrainer(config, actor, reference, attribution, engines, *checks, critic_trainer, teacher)
         self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
         self._find_suspect = lambda: find_worst_prefix(trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.algorithm.old_logprobs import OldLogprobs
 from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
@@ -158,19 +159,22 @@ class RecordingLog:
         self.samples_seen += rows
 
 
-def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=None, engines=None, critic=None, teacher=None):
-    """Return the loop around a trainer. Rank 0 has `worker`, `log` and `engines`."""
+def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=None, engines=None, critic=None, teacher=None, exact=False):
+    """Return the loop around a trainer. Rank 0 has `worker`, `log` and `engines`. `exact`: whether the run promises a mismatch of 0."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or mock.Mock(get_memory_mb=lambda: 0.0, release_memory=lambda: None))
     of_critic = None if critic is None else CriticTrainer(config, critic)
-    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, critic=of_critic, teacher=teacher)
+    bound, old_logprobs = MismatchBound(config.sync, exact, print), OldLogprobs(config, exact)
+    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, bound, None, old_logprobs, of_critic, teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     rank0_worker = Rank0(lambda: worker)
-    newest = NewestTokens(config, trainer.actor, rank0_worker, sync, MismatchBound(config.sync, False, print))
+    newest = NewestTokens(config, trainer.actor, rank0_worker, sync, bound)
     return Loop(config, rank0_worker, policy, sync, newest, recorder, checkpoints, state)
 
 
-def run_loop(folder, precision, algorithm, steps, noise, attribute_every=0, environment_logprob=None, worker=ScriptedWorker, **sections):
+def run_loop(
+    folder, precision, algorithm, steps, noise, attribute_every=0, environment_logprob=None, worker=ScriptedWorker, exact=False, **sections
+):
     """Run the loop with a scripted worker. Return the log's rows, the advantages of the last step's samples, and the worker's `leads`."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
     sections |= {"data": {"eval_every": 1}, "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every}}
@@ -178,7 +182,7 @@ def run_loop(folder, precision, algorithm, steps, noise, attribute_every=0, envi
     policy = reference(trainer) if config.algorithm.kl_coef else None
     log, worker = RecordingLog(), worker(trainer.actor, noise, environment_logprob)
     models = {"critic": load_critic(config, trainer.layout, trainer.hf_config), "teacher": load_teacher(config, trainer.layout)}
-    loop_of(config, trainer, policy, NullSync(), worker, log, NullCheckpointManager(), **models).run()
+    loop_of(config, trainer, policy, NullSync(), worker, log, NullCheckpointManager(), exact=exact, **models).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 

@@ -34,7 +34,7 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
-from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.output_layer import Entropy, score_positions
 from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.spec import build_layer_spec
 from megatron_rl.mcore.names import override
@@ -126,7 +126,7 @@ class LookaheadModel(GPTModel):
         )
         weight = self.output_layer.weight.detach()
         for state, scored, tokens in zip(states.chunk(1 + len(ahead.scored))[1:], ahead.scored, ahead.targets, strict=True):
-            with score_positions(self, scored.index, Targets(tokens, 1.0), with_entropy=False):
+            with score_positions(self, scored.index, Targets(tokens, 1.0), Entropy.NONE):
                 ahead.logprobs.append(self.output_layer(state, weight=weight)[0].transpose(0, 1))
 
     def look_ahead(self, ahead: Lookahead) -> AbstractContextManager[None]:

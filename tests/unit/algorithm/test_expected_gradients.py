@@ -640,6 +640,7 @@ DECIDES_NO_GRADIENT = {
     "accuracy_low": "the same",
     "accuracy_high": "the same",
     "mask_truncated_completions": "sets TrainingSample.masked, which MASK_ROWS cover",
+    "old_logprobs": "equal log-probs of a pass or of the engine: tests/engine/test_old_logprobs_runs.py",
     "routing_replay": "the experts of a forward pass: tests/distributed",
 }
 

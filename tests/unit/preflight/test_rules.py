@@ -217,6 +217,8 @@ MISTAKES = [
            settings.off_policy_tokens_are_corrected, "train plan", *AHEAD[:2]),
     refuse('replay: trains on tokens of older policy versions without a correction; set algorithm.correction = "tis", or',
            settings.off_policy_tokens_are_corrected, "train plan", "--replay.prompts_per_step=8"),
+    refuse("algorithm.old_logprobs = 'engine': leaves out a pass that the run needs: algorithm.correction weights tokens by the trainer's",
+           settings.pass_is_not_needed, "train plan", "--algorithm.old_logprobs=engine", "--algorithm.correction=tis"),
     refuse("replay.max_staleness = 1: must be greater than placement.max_staleness (1), because a replayed group is older than when it",
            settings.replay_settings_are_valid, "train plan", *AHEAD, "--replay.prompts_per_step=8", "--replay.max_staleness=1"),
     refuse("algorithm.advantage = 'gae': computes advantages from the current policy's log-probs or values, but [replay] reuses the",

@@ -4,6 +4,7 @@ They run inside the model's forward pass, so their hooks run as well: Megatron's
 """
 
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,10 +21,18 @@ from megatron_rl.mcore.passes import two_batch
 from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logprobs
 
 
+class Entropy(Enum):
+    """Whether tokens are scored with the entropy of their distribution."""
+
+    NONE = "not computed"
+    VALUE = "without gradient"
+    GRADIENT = "with gradient"
+
+
 class OutputLayer(ColumnParallelLinear):
     """Returns logits [t, b, vocab / tp]; within `score_positions` log-probs [n, 1], or log-probs and entropies [n, 1, 2]."""
 
-    _scored = two_batch.PerMicroBatch()  # (positions, targets, with entropies)
+    _scored = two_batch.PerMicroBatch()  # (positions, targets, `Entropy`)
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -32,20 +41,22 @@ class OutputLayer(ColumnParallelLinear):
         embedding's if the two are tied."""
         if self._scored is None:
             return super().forward(input_, weight, runtime_gather_output)
-        positions, targets, with_entropy = self._scored
+        positions, targets, entropy = self._scored
         spread = gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
         hidden = spread(input_, group=self.tp_group)[:, 0].index_select(0, positions)
         weight = self.weight if weight is None else weight
         keep_logits = self.config.recompute_granularity is None
-        if with_entropy:
-            return torch.stack(score_tokens(hidden, weight, targets, keep_logits), -1).unsqueeze(1), None
+        if entropy is not Entropy.NONE:
+            logprobs, entropies = score_tokens(hidden, weight, targets, keep_logits)
+            # a gradient of zeros would be differentiated, too
+            return torch.stack([logprobs, entropies if entropy is Entropy.GRADIENT else entropies.detach()], -1).unsqueeze(1), None
         return token_logprobs(hidden, weight, targets, keep_logits).unsqueeze(1), None
 
 
-def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, with_entropy: bool) -> AbstractContextManager[None]:
+def score_positions(model: GPTModel, positions: torch.Tensor, targets: Targets, entropy: Entropy) -> AbstractContextManager[None]:
     """Return a context manager in which the model's last stage returns log-probs [1, n] of `targets` at `positions` int64 [n], with
-    gradient; `with_entropy`, log-probs and entropies [1, n, 2]."""
-    return override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, with_entropy))
+    gradient; unless `entropy` is NONE, log-probs and entropies [1, n, 2]."""
+    return override([model.output_layer] if model.post_process else [], "_scored", (positions, targets, entropy))
 
 
 class ValueHead(MegatronModule):
@@ -67,9 +78,9 @@ class ValueHead(MegatronModule):
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self.tp_group)
         if self._scored is None:
             return _Values.apply(input_.flatten(0, 1), self.weight).view(*input_.shape[:2], 1), None
-        positions, _, with_entropy = self._scored
+        positions, _, entropy = self._scored
         values = _Values.apply(input_[:, 0].index_select(0, positions), self.weight)
-        if with_entropy:
+        if entropy is not Entropy.NONE:
             return torch.stack([values, torch.zeros_like(values)], -1).unsqueeze(1), None
         return values.unsqueeze(1), None
 
