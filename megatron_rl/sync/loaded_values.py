@@ -55,11 +55,12 @@ class LoadedValues:
 
     def _compare(self, named_tensors: Mapping[str, torch.Tensor], name: str, region: Region, part: Rect, format: TensorFormat) -> None:
         tensor, (row, col, *_), first_row, first_col = region
-        live = view_rect(named_tensors[name], part._replace(row=part.row - row + first_row, col=part.col - col + first_col))
+        own = part._replace(row=part.row - row + first_row, col=part.col - col + first_col)
+        live = view_rect(named_tensors[name], own)
         expected, same = self._read(tensor, part, format, live.device), True
         if isinstance(expected, QuantizedWeight):
-            own = get_scale_rect(part._replace(row=part.row - row + first_row, col=part.col - col + first_col), format)
-            same = torch.equal(view_rect(named_tensors[format.scale_name(name)], own), expected.scale)
+            scale = view_rect(named_tensors[format.scale_name(name)], get_scale_rect(own, format))
+            same = torch.equal(scale, expected.scale)
             expected, live = expected.data.view(torch.uint8), live.contiguous().view(torch.uint8)
         if not same or not torch.equal(live.reshape(expected.shape).to(expected.dtype), expected):
             place = f"the checkpoint's {tensor.name} from row {part.row}, column {part.col}"
