@@ -46,8 +46,7 @@ install_by_uv() (
   settings=$("$venv/bin/python" "$root/launch/uv_settings.py" 2>"$venv/uv.log") || return
   "$venv/bin/python" -m pip -q install --no-deps --only-binary :all: "$uv" >"$venv/uv.log" 2>&1 || return
   mapfile -t settings <<<"${settings:-UV_NO_CONFIG=1}"
-  env "${settings[@]}" "$venv/bin/uv" --no-config pip install --python "$venv/bin/python" --no-deps \
-    --index-strategy unsafe-best-match -r "$1" 2>&1 | tee "$venv/uv.log" # pip, too, takes the best match of all indexes
+  env "${settings[@]}" "$venv/bin/uv" --no-config pip install --python "$venv/bin/python" --no-deps -r "$1" 2>&1 | tee "$venv/uv.log"
 )
 
 # Install all pins: torch as only pip chooses its CPU build, what declares another Python with pip, and the others with uv, or else with several

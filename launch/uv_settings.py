@@ -1,6 +1,7 @@
 """Print the environment in which uv downloads as pip is configured to, since uv reads neither pip.conf nor PIP_*: one NAME=VALUE per line.
 
-Run with the Python whose pip counts. Exit with code 1 and a reason if pip's configuration contains what uv cannot follow.
+Run with the Python whose pip counts. Exit with code 1 and a reason if pip's configuration contains what uv cannot follow. With several
+indexes, pip takes the best wheel of all, but uv takes a version's wheels from one index, which may lack those with compiled libraries.
 """
 
 import ast
@@ -9,7 +10,6 @@ import sys
 
 NAMES = {
     "index-url": "UV_INDEX_URL",
-    "extra-index-url": "UV_EXTRA_INDEX_URL",
     "find-links": "UV_FIND_LINKS",
     "no-index": "UV_NO_INDEX",
     "trusted-host": "UV_INSECURE_HOST",

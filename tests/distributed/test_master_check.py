@@ -10,6 +10,7 @@ from support.trainer import Trainer, own
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.optim.master_check import check_masters
 from parallel.layout import Layout
 
@@ -43,6 +44,7 @@ def find_stale(folder, precision, layout, turns):
     said, weight = [check(0)], parameters[LAYER]
     before, scale = weight.detach().clone(), layers[MODULE].scale.clone() if MODULE in layers else None
     step(2)
+    finish_gathers(trainer.model)  # or the gather of this step could still write to the weight
     with torch.no_grad():
         weight.copy_(before)
     if scale is not None:
