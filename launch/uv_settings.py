@@ -26,7 +26,7 @@ HARMLESS = {
 
 
 def main() -> None:
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, encoding="utf-8", check=True).stdout
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}  # later ones override earlier ones, as for pip
     for line in listed.splitlines():
         key, _, value = line.partition("=")

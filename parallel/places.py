@@ -3,7 +3,7 @@ that are exchanged are equal bytes. No torch."""
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from parallel.chunking import Chunk
@@ -36,8 +36,9 @@ def check_places(
         key = of_engine, id(shards)  # engines share their shards
         if key not in known:
             known[key] = _index(shards, format_of)
+            names = {region.tensor.name for shard in shards for region in shard.regions}
             for shard in shards if of_engine else ():
-                _check_names(shard)
+                _check_names(shard, names)
         return _find(known[key], named_rect)
 
     for chunk in chunks:
@@ -70,10 +71,12 @@ def _find(stored: Mapping[str, _Stored], named_rect: NamedRect) -> tuple[str, in
     raise ValueError(f"rows {rect.row}..{rect.row + rect.rows - 1} of {name} are no part of one tensor of the checkpoint")
 
 
-def _check_names(shard: Shard) -> None:
-    """Raise ValueError if an engine's parameter holds another layer's tensor, or stacks tensors in another order than their names say."""
+def _check_names(shard: Shard, tensors: Set[str]) -> None:
+    """Raise ValueError if an engine's parameter has the name of one of `tensors` but holds another, holds another layer's tensor, or stacks
+    tensors in another order than their names say."""
     names = [region.tensor.name for region in sorted(shard.regions, key=lambda region: (region.shard_row, region.shard_col))]
-    wrong = next((name for name in names if _LAYER.findall(name) != _LAYER.findall(shard.name)), "")
+    of_others = (_LAYER.findall(name) != _LAYER.findall(shard.name) or (shard.name in tensors and name != shard.name) for name in names)
+    wrong = next((name for name, is_wrong in zip(names, of_others, strict=True) if is_wrong), "")
     order = [([int(number) for number in _EXPERT.findall(name)], _rank(name)) for name in names]
     wrong = wrong or next((name for name, one, other in zip(names, order, order[1:], strict=False) if one > other), "")
     if wrong:

@@ -22,7 +22,9 @@ DEFAULT_CASES = {
     "test_training_in_a_layout_equals_that_of_one_process": 4, "test_packed_equals_alone": 4, "test_the_policy_does_not_notice": 1,
     "test_what_was_added_stays_zero_in_training": 2, "test_no_layer_counts_and_no_bit_changes": 1,
     "test_every_layout_trains_the_same_layers": 2, "test_a_run_of_several_ranks_goes_on_bit_for_bit_and_any_layout_loads_it": 1,
-    "test_no_patch_is_needless": 1, "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
+    "test_what_is_loaded_is_the_checkpoint": 16, "test_what_is_loaded_is_the_fp8_checkpoint": 2,
+    "test_values_that_were_loaded_under_another_name_are_named": 11, "test_no_patch_is_needless": 1,
+    "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
 }  # fmt: skip
 """How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
 

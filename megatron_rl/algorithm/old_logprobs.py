@@ -4,10 +4,15 @@ In a run that promises a mismatch of 0, both are the same bits, so the pass is n
 update of the step compares its own log-probs with the engine's before it changes a weight.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from megatron_rl.batch.training_sample import TrainingSample
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from megatron_rl.config import Config
+
+if TYPE_CHECKING:  # preflight checks run without torch
+    from megatron_rl.batch.training_sample import TrainingSample
 
 PASS_EVERY = 8
 """With several updates per step, the first compares its own tokens only. In one of this many steps, a pass compares all of them."""

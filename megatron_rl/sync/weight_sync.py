@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -83,12 +83,13 @@ class WeightSync:
         settings: SyncConfig,
         canary: Canary | None = None,
         notify: Callable[[str], None] = lambda _: None,
+        check_loaded: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
-        `mcore.weights.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines, and
-        RunError for a plan that leaves out a byte of the engines' weights."""
+        `mcore.weights.load_weights.collect_named_tensors` does. The first sync calls `check_loaded` with its own. Raises UserError for a
+        transport that cannot work on these machines, and RunError for a plan that leaves out a byte of the engines' weights."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
-        self._canary, self._notify = canary, notify
+        self._canary, self._notify, self._check_loaded = canary, notify, check_loaded
         check_transport(settings)
         schedule = Schedule(plan)
         self._transfer, self._proof = WeightTransfer(plan, schedule, engine, settings, notify), ByteProof(plan, schedule, engine)
@@ -113,6 +114,9 @@ class WeightSync:
         lost; the same sync may be run again after `close`."""
         start, seconds = time.perf_counter(), defaultdict[str, float](float)
         named_tensors = self._read_named_tensors()
+        if self._check_loaded is not None:
+            self._check_loaded(named_tensors)
+            self._check_loaded = None
         self._transfer.open()
         prove_first = hashing and not self._defers_proof
         self._proof_age = None if self._proof_age is None else self._proof_age + 1

@@ -47,6 +47,7 @@ from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.generation import make_sampler, start_environments
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.sync.checks import check_live_engine
+from megatron_rl.sync.loaded_values import LoadedValues
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.canary import make_canary, promises_exactness
@@ -164,7 +165,10 @@ class Session:
         geometry, rollout_layout = config.make_geometry(hf_config), config.rollout.to_layout()
         plan = SyncPlan.make(geometry, layout, rollout_layout, contract, config.sync.chunk_bytes, get_rank())
         canary = make_canary(config, actor, hf_config)
-        sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)
+        check_loaded = None  # a resumed run holds what it has trained
+        if state is None:
+            check_loaded = LoadedValues(plan, get_rank(), config.model.folder, hf_config, self.notify).check
+        sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify, check_loaded)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
         check_graph(actor.model, engines, contract, self.folder)

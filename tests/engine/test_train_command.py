@@ -115,7 +115,7 @@ def test_the_engine_that_was_killed_is_replaced(runs):
 
 def test_the_run_leaves_everything_behind(runs):
     run, rows, last = runs.run, read_rows(runs.run), runs.stopped_at + 2
-    assert "run folder:" in runs.finished.out and "proof ok" in runs.finished.out + runs.finished.err
+    assert "report:" in runs.finished.out and "proof ok" in runs.finished.out + runs.finished.err
     assert (run.parents[1] / "warm_start" / "stdout").read_text().count("warm start: step 2/2") == 1, "of two ranks the first prints"
     assert [row["step"] for row in rows] == [row["policy_version"] for row in rows] == list(range(last + 1))
     for row in rows:

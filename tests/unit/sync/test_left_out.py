@@ -212,3 +212,17 @@ def test_an_engine_whose_parameter_stacks_tensors_in_another_order_is_named():
         RunError, match=r"^the sync cannot be proved: .*w13_weight of an engine would hold .* in the place of another tensor"
     ):
         check_pairs(replace(plan, targets={0: shards}), plan.chunks)
+
+
+def test_names_of_two_norms_that_are_exchanged_on_both_sides_are_named():
+    plan = SyncPlan.make(PLAIN, Layout(), EngineLayout(), CONTRACT, 1 << 20)
+    one, other = (f"model.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
+    targets, sources = list(plan.targets[0]), list(plan.sources[0])
+    for shards in (targets, sources):
+        places = {shard.regions[0].tensor.name: number for number, shard in enumerate(shards)}
+        first, second = places[one], places[other]
+        regions = shards[first].regions
+        shards[first] = replace(shards[first], regions=shards[second].regions)
+        shards[second] = replace(shards[second], regions=regions)
+    with pytest.raises(RunError, match=rf"{one} of an engine would hold {other} in the place of another tensor$"):
+        check_pairs(replace(plan, targets={0: targets}, sources={0: sources}), plan.chunks)
