@@ -23,6 +23,7 @@ from megatron_rl.mcore.weights.export import export_adapters
 from parallel.layout import Layout
 
 WHOLE = ("qwen3_5", "qwen3_5_moe")
+ALONE = "experts without other MLPs"
 STACKING = ("gpt_oss", "qwen3_5_moe_text")
 ATTENTION, DELTA_NETS, MLP = ("linear_qkv", "linear_proj"), ("in_proj_qkvz", "out_proj"), ("linear_fc1", "linear_fc2")
 DEFAULT = ("qwen3",)
@@ -115,13 +116,14 @@ def export_and_listen(run, folder, *precision):
     return said.getvalue()
 
 
-@pytest.mark.parametrize("family", mostly_long(CLASSES, ("qwen3_moe",)))
+@pytest.mark.parametrize("family", mostly_long((*CLASSES, ALONE), ("qwen3", "qwen3_moe", ALONE)))
 @pytest.mark.parametrize("parts", ["attention", "all"])
 def test_peft_computes_the_trainers_logprobs_with_adapters_of_every_family(
     worlds, transformers_process, model_folder, tmp_path, family, parts
 ):
     """But PEFT has no place for adapters of experts that a family's checkpoints stack, and the export says so."""
-    base, batch, run, adapters = model_folder(family), random_sequences(4, 0), tmp_path / "step_00001", tmp_path / "adapters"
+    base = model_folder("qwen3_moe", mlp_only_layers=[]) if family == ALONE else model_folder(family)
+    batch, run, adapters = random_sequences(4, 0), tmp_path / "step_00001", tmp_path / "adapters"
     targets = ATTENTION["kv_lora_rank" in read_config(base) :] + DELTA_NETS * ("linear_key_head_dim" in read_config(base))
     settings = {"rank": 8, "alpha": 16.0, "targets": targets + MLP * (parts == "all")}
     (result,) = worlds(1).call(trainer.train_adapters, base, FP32, settings, [batch], Layout(), run)

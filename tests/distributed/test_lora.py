@@ -1,8 +1,5 @@
 """Training of adapters alone: their gradients, frozen weights, and the same results in any layout."""
 
-import sys
-import warnings
-
 import pytest
 import torch
 from support import trainer
@@ -10,7 +7,6 @@ from support.families import ARCHITECTURES
 from support.fp8_checkpoints import add_mtp_layer
 from support.models import FP8, FP32, make_model, random_sequences
 from support.trainer import Trainer, compute_logprobs
-from support.transformers_reference import load, response_logprobs
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.config.lora import LoraConfig
@@ -19,25 +15,11 @@ from megatron_rl.mcore.checkpoint.run_weights import read_state
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.weights.adapters import list_adapted_layers
 from megatron_rl.mcore.weights.cache_scales import collect_scales
-from megatron_rl.mcore.weights.export import export_adapters
 from parallel.adapters import NAMES
 from parallel.layout import Layout
 
 LORA = {"rank": 8, "alpha": 16.0}
 PARTS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-
-
-def score_by_peft(base, adapters, sequences):
-    """Return the log-probs of all responses' tokens of a checkpoint, without and with adapters that PEFT loads. Fail if an adapter has no
-    place, or a place has no adapter. `sequences` are (prompt, response) pairs."""
-    sys.path.append(f"{sys.prefix}/peft")  # launch/requirements-peft.txt
-    from peft import PeftModel
-
-    model = load(base)
-    plain = response_logprobs(model, sequences)
-    with warnings.catch_warnings(action="error"):
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")  # PEFT's own, which it does use
-        return plain, response_logprobs(PeftModel.from_pretrained(model, adapters), sequences)
 
 
 def score_checkpoint(folder, precision, lora, batch, layout, checkpoint):
@@ -154,27 +136,6 @@ def test_layers_that_are_recomputed_learn_the_same(worlds, model_folder, recompu
     run = model_folder("qwen3_moe"), FP32, LORA | {"targets": FC}, [random_sequences(4, 1), random_sequences(4, 2)], Layout(), None
     kept, again = (worlds(1).call(trainer.train_adapters, *run, {"recompute": how})[0] for how in ("none", recompute))
     assert kept["gradients"] == again["changed"] and torch.equal(kept["trained"], again["trained"])
-
-
-PEFT = {
-    "dense": ("qwen3", {"num_hidden_layers": 2}),
-    "experts": ("qwen3_moe", {"num_hidden_layers": 2, "mlp_only_layers": []}),
-    "one tensor of gate and up": ("glm4", {"num_hidden_layers": 2}),
-}
-
-
-@pytest.mark.parametrize("kind", PEFT)
-def test_peft_loads_what_is_exported_and_computes_the_trainers_logprobs(worlds, transformers_process, model_folder, tmp_path, kind):
-    """transformers has one tensor of all experts, into which PEFT loads their adapters."""
-    model, changes = PEFT[kind]
-    folder, batch, run, adapters = model_folder(model, **changes), random_sequences(8, 0), tmp_path / "step_00001", tmp_path / "adapters"
-    ((result),) = worlds(1).call(trainer.train_adapters, folder, FP32, targets(model), [batch], Layout(), run)
-    worlds(1).call(export_adapters, run, adapters)
-    samples = [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in batch]
-    ((plain, adapted),) = transformers_process.call(score_by_peft, folder, adapters, samples)
-    assert (result["trained"] - result["start"]).abs().max() > 0.1
-    torch.testing.assert_close(plain, result["start"], rtol=0, atol=1e-4)
-    torch.testing.assert_close(adapted, result["trained"], rtol=0, atol=1e-4)
 
 
 def test_layers_for_multi_token_prediction_stay_with_the_base(worlds, tmp_path):
