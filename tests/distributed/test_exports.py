@@ -109,6 +109,18 @@ def test_an_export_says_that_transformers_misreads_partial_blocks(worlds, transf
     assert (found - read).abs().max() > 0.1
 
 
+def test_an_export_says_that_transformers_misreads_int8(worlds, transformers_and_accelerate, model_folder, tmp_path):
+    """It warns that it does not know the kind and that scales are left over, and goes on."""
+    batch, run, folder = random_sequences(2, 0), tmp_path / "step_00001", tmp_path / "export"
+    (trained,) = worlds(1).call(train, model_folder("qwen3", num_hidden_layers=1), batch, run)
+    (said,) = worlds(1).call(export_and_listen, run, folder, "int8")
+    assert said.startswith("transformers 5.19 ignores the scales of INT8 weights")
+    (read,) = worlds(1).call(score_by_trainer, folder, batch)
+    assert (read - trained).abs().mean() < ROUNDED["fp8"]
+    found = transformers_and_accelerate.submit(export_scores.score, folder, pairs(batch)).result()
+    assert not torch.allclose(found, read, atol=1.0)
+
+
 def export_and_listen(run, folder, *precision):
     """Export a run, or its adapters without a precision. Return what was printed."""
     with redirect_stdout(StringIO()) as said:

@@ -20,7 +20,7 @@ def score(folder, sequences):
 
     from support.transformers_reference import load, response_logprobs
 
-    if "quantization_config" not in json.loads((folder / "config.json").read_text()):
+    if json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method") != "fp8":
         return response_logprobs(load(folder), sequences)
     whole = FineGrainedFP8Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=whole, dtype=torch.float32, local_files_only=True)

@@ -145,9 +145,8 @@ def convert(
     copies = _list_copies(wide)
     stored_tensors = wide.tensors() | {name: wide.tensors()[original] for name, original in copies.items()}
     sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in stored_tensors.items()}
-    blocks = [(tensor, block) for tensor in stored_tensors.values() if (block := contract.format_of(tensor.role).block) and block[1]]
-    if rank == 0 and any(tensor.rows % block[0] or tensor.cols % block[1] for tensor, block in blocks):
-        print("edge blocks of some tensors are partial: transformers 5.19 cannot dequantize them, SGLang and vLLM can", flush=True)
+    if rank == 0 and (limit := _find_limit(stored_tensors.values(), contract)):
+        print(limit, flush=True)
     mtp_sizes = mtp.count_bytes(contract) if mtp else {}
     sizes |= mtp_sizes
     files = cut_into_files(sizes, file_bytes)
@@ -182,6 +181,16 @@ def convert(
             stack.close()  # publishes the folder
 
         write_on_rank0(complete)
+
+
+def _find_limit(tensors: Iterable[HFTensor], contract: PrecisionContract) -> str | None:
+    """Return what transformers cannot read of a result, or None."""
+    blocks = [(tensor, block) for tensor in tensors if (block := contract.format_of(tensor.role).block)]
+    if any(not block[1] for _, block in blocks):
+        return "transformers 5.19 ignores the scales of INT8 weights (w8a8_int8) and computes wrong numbers, SGLang uses them"
+    if any(tensor.rows % block[0] or tensor.cols % block[1] for tensor, block in blocks):
+        return "edge blocks of some tensors are partial: transformers 5.19 cannot dequantize them, SGLang and vLLM can"
+    return None
 
 
 def _list_copies(model: ModelGeometry) -> dict[str, str]:
