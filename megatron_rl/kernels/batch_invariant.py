@@ -35,6 +35,9 @@ SPLIT_SUM = 481
 MIN_COLUMNS = 16
 """Fewest columns of an invariant FP32 product. With up to 8, MKL sums in another order, and with one also by the number of rows. A layer's
 rows over tensor-parallel ranks, such as the gates of few heads, may be fewer on each rank than on one."""
+LONG_SUM, MIN_LONG_COLUMNS = 769, 192
+"""On a Xeon with AVX512-FP16 and without AMX, MKL cuts sums of at least `LONG_SUM` numbers at other places if a product has 128 columns or
+fewer. From `MIN_LONG_COLUMNS` on, the cuts are the same."""
 MIN_AMX_COLUMNS = 32
 """Fewest columns of an invariant FP32 product of BF16 numbers on a CPU with AMX; with up to 16, bits depend on the number of rows. Measured
 for sums of 128 to 4,096 numbers, 16 to 600 rows, and one or two threads."""
@@ -92,10 +95,16 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
-    if len(weight) >= MIN_COLUMNS or x.is_cuda:
+    columns = _min_columns(weight.shape[-1], MIN_COLUMNS) if x.dtype == torch.float32 else MIN_COLUMNS
+    if len(weight) >= columns or x.is_cuda:
         return apply_product(lambda rows: _multiply(rows, weight), x)
-    padded = append_zeros(weight, -2, MIN_COLUMNS - len(weight))
+    padded = append_zeros(weight, -2, columns - len(weight))
     return apply_product(lambda rows: _multiply(rows, padded), x)[..., : len(weight)].contiguous()
+
+
+def _min_columns(summands: int, columns: int) -> int:
+    """Return the fewest columns of an FP32 product whose bits do not depend on their number, at least `columns`."""
+    return max(columns, MIN_LONG_COLUMNS) if summands >= LONG_SUM else columns
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +122,8 @@ def multiply_in_parts(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right
     result = left.new_empty(*left.shape[:-1], right.shape[1])
     left, right = left.detach(), right.detach()  # threads of the pool would record gradients
-    threads.run_in_parts(lambda part: torch.matmul(left, right[:, part], out=result[..., part]), right.shape[1], _MIN_SHARED_COLUMNS)
+    columns = _min_columns(right.shape[0], _MIN_SHARED_COLUMNS)
+    threads.run_in_parts(lambda part: torch.matmul(left, right[:, part], out=result[..., part]), right.shape[1], columns)
     return result
 
 

@@ -20,6 +20,7 @@ with expected_errors():
 for group in (None, dist.new_group([0, 1])):
     dist.all_reduce(number := torch.ones(1), group=group)
 print("sum", number.item())
+dist.destroy_process_group()
 """
 
 

@@ -9,7 +9,7 @@ from support.models import FP8, FP32, random_sequences
 from support.trainer import Trainer
 
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.layers.linear.output_layer import score_positions
+from megatron_rl.mcore.layers.linear.output_layer import Entropy, score_positions
 from megatron_rl.mcore.passes import logprobs as scoring
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions
@@ -40,7 +40,7 @@ def scored_and_whole(folder, precision, batch, temperature):
         return kept.gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
     def compute_in_chunks():
-        with score_positions(actor.chunks[0], scored.index, targets, with_entropy=True):
+        with score_positions(actor.chunks[0], scored.index, targets, Entropy.GRADIENT):
             return actor.forward(row)[0].unbind(-1)
 
     results = []

@@ -111,9 +111,9 @@ def update_once(folder, replay, on_device):
     """Return the log of two steps with one optimizer step each, and whether each update replayed records."""
     replayed, update = [], Actor.update
 
-    def observe(actor, samples, loss):
+    def observe(actor, samples, loss, check):
         replayed.append(all(len(sample.routed_experts) for sample in samples))
-        return update(actor, samples, loss)
+        return update(actor, samples, loss, check)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Actor, "update", observe)

@@ -134,6 +134,7 @@ def without_context(steps: int = 1) -> None:
 ])  # fmt: skip
 def test_unknown_options_of_a_tool_are_passed_to_its_context_or_refused(monkeypatch, capsys, function, option, code, out, err):
     monkeypatch.setattr(sys, "argv", ["tool", "--steps", "2", option])
+    monkeypatch.setattr("megatron_rl.cli.main.keep_streams", lambda: None)  # it would write around `capsys`
     with pytest.raises(SystemExit) as done:
         run_script(function)
     shown = capsys.readouterr()
