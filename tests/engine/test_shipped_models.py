@@ -42,8 +42,8 @@ def test_a_shipped_model_is_as_recorded_and_has_the_settings_config_and_tokenize
 @pytest.mark.long
 @pytest.mark.timeout(6000)
 def test_a_model_that_is_made_anew_is_the_same_task(tmp_path):
-    """Config and tokenizer are the same, and before RL both answer a share of the held-out questions. Rounding, amplified by 600 steps, moves
-    that share: by 20 points between one and two threads of one CPU."""
+    """Config and tokenizer are the same, and before RL both answer a share of the held-out questions. Rounding, amplified by 600 steps,
+    moves that share: by 20 points between one and two threads of one CPU."""
     new, config = tmp_path / "model", ROOT / "configs" / "quickstart.toml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
