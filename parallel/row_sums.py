@@ -1,4 +1,5 @@
-"""The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold. No torch."""
+"""The order of row-parallel sums: a binary tree over blocks of 128 values, whose nodes tensor-parallel ranks hold, or with
+`precision.reduction = "ranks"` one part after another. No torch."""
 
 LEAF = 128  # values that one leaf sums: the width of a block
 GATHERED_WHOLE = 1 << 14  # largest number of results for which ranks send all partial sums to all ranks, which saves one message
@@ -13,6 +14,11 @@ def halve(leaves: int) -> int:
 def holds_node(width: int, ranks: int) -> bool:
     """Return whether each of `ranks` ranks holds a whole node of a sum over `width` values."""
     return width % (LEAF * ranks) == 0 and ranks & (ranks - 1) == 0
+
+
+def count_parts(trainer_tp: int, engine_tp: int) -> int:
+    """Return the number of parts whose rounded results `precision.reduction = "ranks"` adds in order, the same in trainer and engine."""
+    return max(trainer_tp, engine_tp)
 
 
 def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: bool = True) -> float:

@@ -160,7 +160,8 @@ def shares_delta_rule(contract: PrecisionContract) -> bool:
 def make_environment(config: Config, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     rollout, colocated = config.rollout, config.placement.kind == "colocated"
     contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
-    contracted |= {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast", e4m3_cache.KV_VARIABLE: contract.kv}
+    order = "tree" if contract.sums_by_tree else "ranks" if contract.sums_by_ranks else "fast"
+    contracted |= {tree_reduction.REDUCTION_VARIABLE: order, e4m3_cache.KV_VARIABLE: contract.kv}
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():

@@ -18,6 +18,7 @@ FIELD = "rollout.sglang"
 ATTENTION = "attention_backend"
 _ALLOWED = ""
 _OTHER_KERNELS = "computes with a different kernel than the precision graph says"
+_COMPILERS = ("inductor", "tc_piecewise")  # in `cuda_graph_config`: rewrite operators, past the hooks
 _OTHER_WEIGHTS = "serves weights that no sync fills and proves"
 _OTHER_RANKS = "places ranks or weights where the sync does not expect them"
 _OLD_WEIGHTS = "keeps keys and values of older weights that a sync does not drop"
@@ -114,6 +115,8 @@ def check(options: Mapping[str, Any]) -> None:
         group, types = known[name]
         if reason := EXCEPTIONS.get(name, GROUPS.get(group, "is of a kind that is unknown to this project")):
             raise UserError(field, value, reason, "leave it out")
+        if name == "cuda_graph_config" and any(compiler in str(value) for compiler in _COMPILERS):
+            raise UserError(field, value, _OTHER_KERNELS, "use breakable graphs")
         wanted = [kind for kind in _TYPES if kind in types]
         if wanted and not any(isinstance(value, _TYPES[kind]) and (kind == "bool") == isinstance(value, bool) for kind in wanted):
             raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
@@ -129,8 +132,8 @@ def check_triton_attention(config: Config) -> None:
         rule, fix = "needs a GPU, because engines attend by torch_native on a CPU", "leave it out"
     elif contract.scales_kv_by_layer:
         rule, fix = f"rounds queries and probabilities with precision.kv = {contract.kv!r}", "leave it out, or set precision.kv = 'high'"
-    elif contract.sums_by_tree and contract.trainer_format == contract.engine_format:
-        rule = "adds up in an order of its own, but precision.reduction = 'tree' asks for the trainer's"
+    elif (contract.sums_by_tree or contract.sums_by_ranks) and contract.trainer_format == contract.engine_format:
+        rule = f"adds up in an order of its own, but precision.reduction = {contract.reduction!r} asks for the trainer's"
         fix = "set precision.reduction = 'fast'"
     else:
         return

@@ -21,9 +21,11 @@ class PrecisionConfig(ConfigSection):
     """Library for the trainer's quantized matrix products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
     """Dtype of everything that is not quantized, in the trainer and the engine. `fp32` is faster on a CPU."""
-    reduction: Literal["tree", "fast"] = "tree"
+    reduction: Literal["tree", "ranks", "fast"] = "tree"
     """Summation order of row-parallel layers. `tree`: a fixed order, bitwise identical for every tensor-parallel size of the trainer and
-    the engine. `fast`: the order that the library and the number of ranks imply."""
+    the engine. `ranks`: the partial results of max(trainer's tp, engine's tp) parts, added in the order of ranks. `ranks` is for GPUs and
+    dense models and requires one kernel per operator in trainer and engine. `fast`: the order that the library and the number of ranks
+    imply."""
     kv: Literal["high", "e4m3", "e4m3_per_layer"] = "high"
     """Format of keys and values in the engine's cache and in the trainer's attention. `e4m3`: one byte each, with a power-of-two scale per
     token and head; CPU only. `e4m3_per_layer`: one scale for the keys and one for the values of a layer, updated with each policy

@@ -39,7 +39,7 @@ class PrecisionContract:
     scale_format: str
     high: str
     backend: str = "emulated"  # library that computes the trainer's products; every backend keeps the contract
-    reduction: str = "tree"  # order of row-parallel sums: "tree" (`kernels.sums.reference`) or "fast"
+    reduction: str = "tree"  # order of row-parallel sums: "tree" (`kernels.sums.reference`), "ranks" (`parallel.row_sums`) or "fast"
     kv: str = "high"  # keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)
 
     @classmethod
@@ -51,6 +51,11 @@ class PrecisionContract:
         """Whether row-parallel layers of trainer and engine sum by the tree. INT8 layers do not: each rank quantizes its part of a token,
         so the sum depends on the number of ranks."""
         return self.reduction == "tree" and (not self.engine_format.block or self.engine_format.block[1] > 0)
+
+    @property
+    def sums_by_ranks(self) -> bool:
+        """Whether row-parallel layers of trainer and engine add rounded partial results in the order of ranks."""
+        return self.reduction == "ranks"
 
     @property
     def trainer_quantizes_kv(self) -> bool:

@@ -22,8 +22,8 @@ def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
             reasons.append("GPUs: SGLang's kernels for experts add up in an order of their own")
     if contract.trainer_format != contract.engine_format:
         reasons.append(f"precision.mode = {contract.mode}: the engine alone is quantized")
-    if (layout.tp > 1 or layout.etp not in (None, 1) or engine.tp > 1) and not contract.sums_by_tree:
-        reasons.append("tensor parallelism without precision.reduction = tree: sums in another order")
+    if (layout.tp > 1 or layout.etp not in (None, 1) or engine.tp > 1) and not (contract.sums_by_tree or contract.sums_by_ranks):
+        reasons.append("tensor parallelism without precision.reduction = tree or ranks: sums in another order")
     if "attention_backend" in engine.sglang:
         reasons.append("rollout.sglang.attention_backend: the engine decodes in an order of sums that depends on the number of keys")
     return reasons

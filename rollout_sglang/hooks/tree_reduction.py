@@ -27,6 +27,12 @@ def sums_by_tree() -> bool:
     return os.environ.get(REDUCTION_VARIABLE) == "tree"
 
 
+@functools.cache
+def sums_by_ranks() -> bool:
+    """Return whether the engine of this process adds rounded partial results in the order of ranks."""
+    return os.environ.get(REDUCTION_VARIABLE) == "ranks"
+
+
 def is_summed_by_tree(method: Any) -> bool:
     """Return whether a row-parallel layer with this SGLang method, or an expert's second layer, sums by the tree."""
     methods = _LINEAR_METHODS if torch.cuda.is_available() else _LINEAR_METHODS + _EXPERT_METHODS
@@ -60,6 +66,8 @@ def run_row_parallel(
     other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's sum is exact."""
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
+    if sums_by_ranks() and self.tp_size > 1:
+        raise NotImplementedError("precision.reduction = 'ranks' does not add over several ranks yet")
     by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
     if not by_tree and not has_adapter:
         return original(self, input_, skip_all_reduce, forward_batch, output_tensor)

@@ -17,6 +17,7 @@ from megatron_rl.precision.exactness import list_inexact
     ("qwen3", {}, True, "GPUs: "),
     ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
     ("qwen3", {"precision": {"reduction": "fast"}}, False, None),
+    ("qwen3", {"precision": {"reduction": "ranks"}, "rollout": {"tp": 2}}, False, None),
     ("qwen3", {"precision": {"reduction": "fast"}, "rollout": {"sglang": {"attention_backend": "triton"}}}, False, "rollout.sglang.atten"),
     ("qwen3", {"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, False, "tensor parallelism without "),
 ])  # fmt: skip

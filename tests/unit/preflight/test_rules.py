@@ -27,7 +27,7 @@ from megatron_rl.cost.hardware import GPUS
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.kernels.linear import requirements
-from megatron_rl.preflight import files, layouts, machine, resumed_run, settings, teacher
+from megatron_rl.preflight import files, layouts, machine, rank_sums, resumed_run, settings, teacher
 from megatron_rl.preflight.rule import (
     EVAL,
     EVAL_MODEL,
@@ -62,6 +62,26 @@ HIGH = "--precision.mode=bf16"
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
 KIND = "--placement.kind=disaggregated"  # needs no library that releases memory
 TRITON = "--rollout.sglang.attention_backend=triton"
+
+
+RANKS = "--precision.reduction=ranks"
+BLOCKS = "--precision.backend=deep_gemm"
+RANK_SETTINGS = [
+    ("precision.mode = 'fp8_rollout': quantizes the engine alone, but precision.reduction = 'ranks'", "--precision.mode=fp8_rollout"),
+    ("precision.mode = 'int8_rollout': quantizes the engine alone", "--precision.mode=int8_rollout"),
+    ("precision.scale_format = 'fp32': is applied in another order by each kernel", "--precision.scale_format=fp32"),
+    ("lora.rank = 8: adds products of adapters", "--lora.rank=8"),
+]
+RANK_GPUS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("precision.reduction = 'ranks': needs Hopper GPUs", (BLOCKS,), {"capability": (10, 0)}),
+    ("precision.kv = 'e4m3_per_layer': rounds queries and probabilities in FlashAttention 3", (BLOCKS, "--precision.kv=e4m3_per_layer"), {}),
+    ("precision.high = 'fp32': is not the dtype of FlashAttention 3", (HIGH, "--precision.high=fp32"), {}),
+    ("precision.backend = 'emulated': is another library than the engine's DeepGEMM", (), {}),
+    ("config.json head_dim = 64: is a head width whose bits are not known to agree in", (HIGH,), {"model": {"head_dim": 64}}),
+    ("rollout.nodes_per_engine = 2: adds over nodes by NCCL", (HIGH, "--rollout.tp=4", "--rollout.nodes_per_engine=2",
+     '--rollout.hosts=["10.0.0.5", "10.0.0.6"]'), {"model": {"num_attention_heads": 4, "num_key_value_heads": 4}}),
+    ("rollout.sglang.attention_backend = 'triton': is another kernel than the trainer's", (HIGH, TRITON), {}),
+]
 
 
 class Mistake(NamedTuple):
@@ -326,6 +346,17 @@ MISTAKES = [
     refuse("precision.reduction = 'tree': is not supported for experts on a GPU, because SGLang's kernels for experts sum in another "
            "order; use fast",
            layouts.gpu_experts_do_not_use_the_tree, "train plan", EXPERTS, GLOO, "--precision.mode=bf16", gpus=1),
+    *(refuse(line, rank_sums.ranks_support_the_settings, "train plan", RANKS, *options) for line, *options in RANK_SETTINGS),
+    *(refuse(line, rank_sums.ranks_support_the_gpus, "train plan", RANKS, GLOO, *options, gpus=2, **others)
+      for line, options, others in RANK_GPUS),
+    refuse("MODEL = 'qwen3_moe': is not a dense model, for which alone precision.reduction = 'ranks' promises a mismatch of 0; use",
+           rank_sums.ranks_support_the_model, "train plan", RANKS, EXPERTS, HIGH),
+    refuse("MODEL = 'qwen3_5_text': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS,
+           model=ARCHITECTURES["qwen3_5_text"]),
+    refuse("MODEL = 'deepseek_v3': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS, model=MLA),
+    refuse("MODEL = 'gpt_oss': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS, HIGH, model=SINKS),
+    refuse("precision.reduction = 'ranks': does not add over several ranks yet; use tree or fast, or train.layout.tp = rollout.tp = 1",
+           rank_sums.ranks_support_the_layout, "train plan", RANKS, HIGH, "--rollout.tp=2"),
     refuse("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': ",
            layouts.trainer_can_shard_the_model, "train plan", *layout("tp=2"), model={"intermediate_size": 384}, ranks=2),
     refuse("rollout.tp = 3: ",
@@ -529,7 +560,7 @@ def test_each_check_and_each_raise_statement_is_reached(workplace):
         broken.add(rule.check)
         passed |= find_lines(error)
     assert broken == {rule.check for rule in RULES}
-    for module in (settings, layouts, machine, files, teacher):
+    for module in (settings, layouts, rank_sums, machine, files, teacher):
         path = Path(module.__file__)
         refusals = {(path.name, node.lineno) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
         assert refusals <= passed, refusals - passed

@@ -216,6 +216,7 @@ def test_options_for_large_models_pass():
     ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
     ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
     ({"enable_torch_compile": True}, "computes with a different kernel"),
+    ({"cuda_graph_config": {"prefill": {"backend": "tc_piecewise"}}}, "computes with a different kernel"),
     ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
     ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),
     ({"mem_fraction_static": "most"}, "must be of type float"),

@@ -200,7 +200,8 @@ class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
         scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
-        return ScatteredSum(self.tp_group, True) if scatters and not self.config.sums_by_tree else super().choose_sum(dtype)
+        in_library_order = scatters and not (self.config.sums_by_tree or self.config.sums_by_ranks)
+        return ScatteredSum(self.tp_group, True) if in_library_order else super().choose_sum(dtype)
 
 
 class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):

@@ -68,6 +68,16 @@ class ScatteredSum(RowSum):
         return start_scatter(partial.to(dtype), self.group)
 
 
+@dataclass(frozen=True)
+class RankSum(RowSum):
+    """Partial results that are rounded and added in the order of ranks (`config.sums_by_ranks`)."""
+
+    by_tree: ClassVar[bool] = False
+
+    def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError("precision.reduction = 'ranks' does not add over several ranks yet")
+
+
 class TreeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
@@ -89,7 +99,8 @@ class TreeProduct(torch.autograd.Function):
 
 
 class TreeRowParallelLinear(RowParallelLinear):
-    """y = sum over ranks of x_r W_r^T in tree order, rounded once. Megatron's own layer if `config.sums_by_tree` is False."""
+    """y = sum over ranks of x_r W_r^T in tree order, rounded once. With `config.sums_by_ranks`, see `RankSum`;
+    otherwise Megatron's own layer."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         row_sum = self.choose_sum(input_.dtype)
@@ -103,9 +114,11 @@ class TreeRowParallelLinear(RowParallelLinear):
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
         """Return how ranks add their partial results, or None for Megatron's own way."""
+        is_cut = self.tp_group.size() > 1
+        if self.config.sums_by_ranks and is_cut:
+            return RankSum(self.tp_group, self.sequence_parallel)
         if not self.config.sums_by_tree:
             return None
-        is_cut = self.tp_group.size() > 1
         if is_cut and self.explicit_expert_comm:  # `moe.experts` adds the results of all experts at once
             return PartialSum(self.tp_group, False, dtype)
         return RowSum(self.tp_group, is_cut and self.sequence_parallel)

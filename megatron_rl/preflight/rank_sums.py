@@ -1,0 +1,155 @@
+"""What `precision.reduction = "ranks"` refuses: it promises a mismatch of 0, so a setting for which trainer and engine have no common kernel
+is refused by name. docs/reference/precision.md has the same rows.
+
+Refused in every mode, by `rollout_sglang.server_options`: torch.compile and inductor, mixed chunks, speculative decoding, quantized
+communication, fused all-reduces. Missing FlashAttention 3 and DeepGEMM are refused by `machine`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_rl.errors import UserError
+from megatron_rl.preflight.rule import Facts, Needs, rule
+from megatron_rl.rollout.engine_packages import HOPPER
+from parallel.attention import SoftmaxAttention
+from parallel.row_sums import count_parts
+
+HEAD_WIDTHS = (128,)
+"""Head widths for which, by reading, FlashAttention 3 adds keys in the same blocks in the trainer, in prefills and in decoding."""
+
+
+class Limit(NamedTuple):
+    """A setting that is refused."""
+
+    field: str
+    find: Callable[[Facts], Any]  # returns the refused value, or None if the setting is supported
+    rule: str
+    fix: str
+
+
+def _find_family(facts: Facts) -> str | None:
+    dense = facts.model.experts is None and all(type(kind) is SoftmaxAttention for kind in facts.model.attention)
+    return None if dense else facts.model.family
+
+
+def _find_head_width(facts: Facts) -> int | None:
+    widths = {getattr(kind, "head_dim", 0) for kind in facts.model.attention} - {*HEAD_WIDTHS}
+    return max(widths, default=None)
+
+
+ANYWHERE = (
+    Limit(
+        "precision.mode",
+        lambda facts: facts.contract.mode if facts.contract.trainer_format != facts.contract.engine_format else None,
+        "quantizes the engine alone, but precision.reduction = 'ranks' promises a mismatch of 0",
+        "use fp8_unified or bf16",
+    ),
+    Limit(
+        "precision.scale_format",
+        lambda facts: "fp32" if facts.contract.trainer_format.quantized and facts.contract.scale_format == "fp32" else None,
+        "is applied in another order by each kernel, so precision.reduction = 'ranks' does not support it",
+        "use pow2",
+    ),
+    Limit(
+        "lora.rank",
+        lambda facts: facts.config.lora and facts.config.lora.rank,
+        "adds products of adapters, for which precision.reduction = 'ranks' has no common kernel",
+        "use precision.reduction = 'tree', or train without [lora]",
+    ),
+)
+"""Settings that are refused on every device."""
+
+OF_MODELS = (
+    Limit(
+        "model.path",
+        _find_family,
+        "is not a dense model, for which alone precision.reduction = 'ranks' promises a mismatch of 0",
+        "use precision.reduction = 'fast', or 'tree' on a CPU",
+    ),
+)
+"""Models that are refused on every device."""
+
+OF_LAYOUTS = (
+    Limit(
+        "precision.reduction",
+        lambda facts: "ranks" if count_parts(facts.layout.tp, facts.engine.tp) > 1 else None,
+        "does not add over several ranks yet",
+        "use tree or fast, or train.layout.tp = rollout.tp = 1",
+    ),
+)
+"""Layouts that are refused on every device."""
+
+ON_GPUS = (
+    Limit(
+        "precision.reduction",
+        lambda facts: "ranks" if facts.capability[0] != HOPPER else None,
+        "needs Hopper GPUs, for whose kernels alone equal bits are promised",
+        "use fast",
+    ),
+    Limit(
+        "precision.kv",
+        lambda facts: facts.contract.kv if facts.contract.kv != "high" else None,
+        "rounds queries and probabilities in FlashAttention 3, in tiles that follow the number of rows",
+        "use high",
+    ),
+    Limit(
+        "precision.high",
+        lambda facts: "fp32" if facts.contract.high == "fp32" else None,
+        "is not the dtype of FlashAttention 3, which precision.reduction = 'ranks' needs on a GPU",
+        "use bf16",
+    ),
+    Limit(
+        "precision.backend",
+        lambda facts: facts.contract.backend if facts.contract.trainer_format.quantized and facts.contract.backend != "deep_gemm" else None,
+        "is another library than the engine's DeepGEMM, but precision.reduction = 'ranks' promises a mismatch of 0",
+        "use deep_gemm",
+    ),
+    Limit(
+        "config.json head_dim",
+        _find_head_width,
+        f"is a head width whose bits are not known to agree in FlashAttention 3; known: {', '.join(map(str, HEAD_WIDTHS))}",
+        "use precision.reduction = 'fast'",
+    ),
+    Limit(
+        "rollout.nodes_per_engine",
+        lambda facts: facts.engine.nodes if facts.engine.nodes > 1 else None,
+        "adds over nodes by NCCL, whose order precision.reduction = 'ranks' does not know",
+        "use 1, or precision.reduction = 'fast'",
+    ),
+    Limit(
+        "rollout.sglang.attention_backend",
+        lambda facts: {"fa3": None}.get(name := facts.config.rollout.sglang.get("attention_backend"), name),
+        "is another kernel than the trainer's FlashAttention 3, which precision.reduction = 'ranks' needs",
+        "leave it out",
+    ),
+)
+"""Settings that are refused on GPUs, by the reasons of docs/reference/precision.md."""
+
+
+def refuse(facts: Facts, limits: tuple[Limit, ...]) -> None:
+    """Raise UserError for the first setting that `precision.reduction = "ranks"` does not support."""
+    for limit in limits if facts.contract.sums_by_ranks else ():
+        if (value := limit.find(facts)) is not None:
+            field = facts.option if limit.field == "model.path" else limit.field
+            raise UserError(field, value, limit.rule, limit.fix)
+
+
+@rule(Needs.TRAINER)
+def ranks_support_the_settings(facts: Facts) -> None:
+    refuse(facts, ANYWHERE)
+
+
+@rule(Needs.TRAINER | Needs.MODEL)
+def ranks_support_the_model(facts: Facts) -> None:
+    refuse(facts, OF_MODELS)
+
+
+@rule(Needs.TRAINER | Needs.MODEL | Needs.NODE | Needs.ENGINE)
+def ranks_support_the_gpus(facts: Facts) -> None:
+    if facts.node_gpus:
+        refuse(facts, ON_GPUS)
+
+
+@rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
+def ranks_support_the_layout(facts: Facts) -> None:
+    refuse(facts, OF_LAYOUTS)
