@@ -1,4 +1,4 @@
-"""What `precision.reduction = "ranks"` refuses: it promises a mismatch of 0, so a setting for which trainer and engine have no common kernel
+"""What `precision.reduction = "ranks"` refuses: it promises a mismatch of 0, so a setting without a common kernel of trainer and engine
 is refused by name. docs/reference/precision.md has the same rows.
 
 Refused in every mode, by `rollout_sglang.server_options`: torch.compile and inductor, mixed chunks, speculative decoding, quantized
