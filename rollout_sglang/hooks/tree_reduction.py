@@ -66,7 +66,7 @@ def run_row_parallel(
     other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's sum is exact."""
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
-    if sums_by_ranks() and self.tp_size > 1:
+    if sums_by_ranks() and self.tp_group.world_size > 1:
         raise NotImplementedError("precision.reduction = 'ranks' does not add over several ranks yet")
     by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
     if not by_tree and not has_adapter:
