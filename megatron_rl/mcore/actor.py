@@ -99,7 +99,8 @@ class Policy:
 
     @contextmanager
     def record_draws(self) -> Iterator[DrawRecord]:
-        """Context manager in which all passes, forward or with an update, record the samples' `TrainingSample.draws`."""
+        """Context manager in which a pass, forward or with an update, records the samples' `TrainingSample.draws`. A forward pass
+        replaces what an earlier one has recorded."""
         self._draw_record = DrawRecord()
         try:
             yield self._draw_record
@@ -109,6 +110,8 @@ class Policy:
     def _score(self, samples: list[TrainingSample]) -> SampledScores:
         """Run a pass without gradient and return this rank's scores."""
         scores = SampledScores(samples, self._device)
+        if self._draw_record is not None:
+            self._draw_record.reset()
 
         def collect(row: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             scores.add(batch, *(shard.gather_row(scored.restore(values)) for values in row.unbind(-1)))

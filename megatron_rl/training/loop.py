@@ -95,11 +95,9 @@ class Loop:
         metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_numbers)
-        if not trainer.compares_in_update:
-            if self._newest.is_needed(metrics):
-                with phase("compare"):
-                    metrics |= self._newest.compare(version)
-            self._newest.count(metrics)
+        if self._newest.is_needed(metrics) and not trainer.compares_in_update:
+            with phase("compare"):
+                metrics |= self._newest.compare(version)
         check_stop()
         with stopping(at_once=False):  # nothing can be saved in between
             if trainer.critic is not None:
@@ -112,8 +110,6 @@ class Loop:
             self._recorder.write_samples(step, samples, trainer.compared)
             trainer.leave_devices()
             self._state = self._snapshot(step, metrics | self._recorder.seconds)
-        if trainer.compares_in_update:
-            self._newest.count(metrics)
         check_stop()
         with phase("sync"):
             return metrics | self._run_sync(step)

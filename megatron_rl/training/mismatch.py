@@ -91,8 +91,10 @@ class MismatchBound:
 
     def check(self, metrics: Mapping[str, float]) -> None:
         """Check the metrics of a step, which are the same on every rank. Raise MismatchError if the mismatch exceeds the bound; or, with
-        `on_mismatch = "warn"`, warn once until it is below the bound again."""
+        `on_mismatch = "warn"`, warn once until it is below the bound again. Raise RunError, or warn, if no token was compared for
+        `UNCOMPARED_STEPS` steps, because the bound then says nothing."""
         largest = metrics.get(MISMATCH[1])
+        self._count(largest is not None or bool(metrics.get(TOKENS)))  # `TOKENS` alone are the canary's
         if largest is None:  # no token of the trainer's version
             return
         exceeded = not largest <= self._bound
@@ -103,10 +105,8 @@ class MismatchBound:
             self._notify(line)
         self._warned = exceeded
 
-    def count(self, metrics: Mapping[str, float]) -> None:
-        """Count a step, whose metrics are the same on every rank. Raise RunError, or warn, if no token was compared for
-        `UNCOMPARED_STEPS` steps, because the bound then says nothing."""
-        self._uncompared = 0 if metrics.get(TOKENS) else self._uncompared + 1
+    def _count(self, compared: bool) -> None:
+        self._uncompared = 0 if compared else self._uncompared + 1
         if math.isinf(self._bound) or self._uncompared < UNCOMPARED_STEPS:
             return
         line = f"no token of the trainer's version was compared for {UNCOMPARED_STEPS} steps (mismatch/tokens)"

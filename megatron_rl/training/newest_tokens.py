@@ -48,16 +48,14 @@ class NewestTokens:
         """Return whether engines sample ahead and a step with these metrics has compared no token."""
         return self._samples_ahead and not metrics.get(TOKENS)
 
-    def count(self, metrics: dict[str, float]) -> None:
-        """Raise RunError, or warn, if too many steps have compared no token."""
-        self._bound.count(metrics)
-
     def compare(self, version: int) -> dict[str, float]:
         """Return the mismatch of tokens that `version`, which the trainer holds, has sampled, and how many were compared. Raise RunError if
         it exceeds the bound."""
         metrics = self._sync.run_with_recovery(version, lambda: self._score(version))
+        if not metrics:
+            metrics = {TOKENS: float(self._sync.run_with_recovery(version, lambda: self._sync.ask_canary(version)))}
         self._bound.check(metrics)
-        return metrics or {TOKENS: float(self._sync.run_with_recovery(version, lambda: self._sync.ask_canary(version)))}
+        return metrics
 
     def _score(self, version: int) -> dict[str, float]:
         """Return the mismatch of completions that have ended, or {} if none has."""

@@ -185,7 +185,8 @@ class PolicyTrainer:
         """Return the mismatch and the draws of samples with the trainer's log-probs. Raise RunError if the configuration forbids them."""
         self.compared = samples
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
-        if self._mismatch_bound is not None:
+        newest_follow = self._config.placement.max_staleness and not mismatch and not self.compares_in_update  # see `NewestTokens`
+        if self._mismatch_bound is not None and not newest_follow:
             self._mismatch_bound.check(mismatch)
         if self._draw_check is None:
             return mismatch

@@ -21,6 +21,7 @@ from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 from rollout_sglang.hooks.e4m3_cache import read_rows
+from rollout_sglang.hooks.gpu_kernels import is_trainers_norm
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
@@ -89,8 +90,7 @@ def apply_rms_norm(
     **named: Any,
 ) -> Any:
     """Wrap `RMSNorm.forward_native`: round the sum with the residual stream before the norm, as Megatron does."""
-    wide_residual = self.override_orig_dtype or self.fp32_residual
-    if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
+    if not is_trainers_norm(self, x, residual, post_residual_addition):
         return original(self, x, residual, post_residual_addition, **named)
     summed = x if residual is None else x + residual
     normed = batch_invariant.rms_norm(summed, self.weight, self.variance_epsilon)

@@ -14,6 +14,12 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 
 
+def is_trainers_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, post_residual_addition: torch.Tensor | None) -> bool:
+    """Return whether the trainer has the formula of a call of SGLang's `RMSNorm`."""
+    other_formula = norm.fp32_residual or norm.cast_x_before_out_mul or norm.override_orig_dtype or norm.variance_size_override
+    return not other_formula and post_residual_addition is None and (residual is None or residual.dtype == x.dtype)
+
+
 def apply_rms_norm(
     original: Callable[..., Any],
     self: Any,
@@ -23,8 +29,7 @@ def apply_rms_norm(
     quant_linear: Any = None,
 ) -> Any:
     """Wrap `RMSNorm.forward_cuda`: return the norm `[..., h]` of x, or (norm of the rounded sum, sum)."""
-    other_formula = self.fp32_residual or self.cast_x_before_out_mul or self.override_orig_dtype or self.variance_size_override
-    if other_formula or post_residual_addition is not None or (residual is not None and residual.dtype != x.dtype):
+    if not is_trainers_norm(self, x, residual, post_residual_addition):
         return original(self, x, residual, post_residual_addition, quant_linear)
     total, _, normed = norm.normalize(x, residual, self.weight, self.variance_epsilon)
     return normed if residual is None else (normed, total)

@@ -10,6 +10,7 @@ from support.models import random_sequences
 from support.samples import assert_same
 from support.trainer import STILL, Trainer, own
 
+from megatron_rl.batch.draws import mark_draws
 from megatron_rl.kernels.linear import make_backend, make_grouped_backend
 from megatron_rl.mcore.layers.moe import experts, forecast, token_counts
 from megatron_rl.mcore.layers.moe.router import ModelRouters, RoutingReplay
@@ -50,9 +51,10 @@ def score(folder, batch, train, layout, follows, alone=False):
         for number, favors in enumerate(PASSES):
             favor.copy_(torch.tensor([5.0, 4.0] + [0.0] * (EXPERTS - 2)) if favors else torch.zeros(EXPERTS))
             counts.reset_mock()
-            with trainer.actor.routing.collect_stats(share, keep=number % 2 == 0) as stats:
+            mark_draws(share, number)
+            with trainer.actor.routing.collect_stats(share, keep=number % 2 == 0) as stats, trainer.actor.record_draws() as draws:
                 logprobs, entropy = trainer.actor.compute_logprobs(share)
-            found = {"logprobs": logprobs, "entropy": entropy, "metrics": stats.gather_metrics()}
+            found = {"logprobs": logprobs, "entropy": entropy, "metrics": stats.gather_metrics(), "draws": [*draws.rows, draws.sums]}
             found["records"] = stats.gather_records() if number % 2 == 0 else []
             results.append((found, counts.call_count))
     for cached in (make_backend, make_grouped_backend):

@@ -21,28 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import ROOT, alive_after, end, family, one_thread_environment, until
+from support.processes import ROOT, Command, alive_after, end, family, one_thread_environment, until
+from support.train_command import LONG, TINY
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
-LONG = 1200.0
-"""Seconds that no run takes, however busy the machine is."""
-SETTINGS = {
-    "train.steps": 2,
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 2,
-    "rollout.max_new_tokens": 8,
-    "rollout.max_running_requests": 16,
-    "rollout.max_total_tokens": 4096,
-    "data.eval_size": 4,
-    "reward.workers": 1,
-}
+SETTINGS = {name: value for name, value in TINY.items() if not name.startswith(("architecture.", "warm_start."))}
 ENDLESS = {"train.steps": 500}
 PORT = "http://127.0.0.1:9"
 """Nothing answers here."""
 
 
-class Start:
-    """One start of the command. Its output goes to files, or to a terminal whose output is collected."""
+class Start(Command):
+    """One start of the command. Its output goes to a file, or to a terminal whose output is collected."""
 
     def __init__(self, case: "Case", folder: Path) -> None:
         self.folder, self.written, self._master = folder, bytearray(), -1
@@ -53,15 +43,13 @@ class Start:
         environment = one_thread_environment() | {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
         environment |= {name: value.format(folder=folder) for name, value in case.env.items()}
         (folder / "tmp").mkdir(parents=True)
-        outputs: dict[str, Any] = {"stdin": subprocess.DEVNULL}
+        outputs: dict[str, Any] = {"stderr": subprocess.STDOUT}
         if case.terminal:
             self._master, terminal = pty.openpty()
             outputs = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-        else:
-            outputs |= {"stdout": os.open(folder / "out", os.O_CREAT | os.O_WRONLY), "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(
-            [*case.outer, "/bin/sh", "-c", command + shlex.join(words)],
-            cwd=ROOT,
+        super().__init__(
+            folder,
+            args=[*case.outer, "/bin/sh", "-c", command + shlex.join(words)],
             env={name: value for name, value in environment.items() if name not in case.unset},
             umask=case.umask,
             start_new_session=True,
@@ -81,10 +69,10 @@ class Start:
     def close_terminal(self) -> None:
         """Close the console, as a terminal's window does: what reads it goes away, and the session gets SIGHUP."""
         os.close(self._master)
-        os.killpg(self.process.pid, signal.SIGHUP)
+        os.killpg(self.pid, signal.SIGHUP)
 
     def output(self) -> str:
-        return (bytes(self.written) if self._master >= 0 else (self.folder / "out").read_bytes()).decode(errors="replace")
+        return bytes(self.written).decode(errors="replace") if self._master >= 0 else self._texts()[0]
 
     def runs(self) -> list[Path]:
         return sorted(Path(self.folder / "runs").glob("20*"))
@@ -92,13 +80,13 @@ class Start:
     def wait_for_row(self) -> None:
         """Wait for the first row of the run, or for the end of the process."""
         has_row = lambda: any((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size for run in self.runs())  # noqa: E731
-        until(lambda: has_row() or self.process.poll() is not None, LONG, "first row")
+        until(lambda: has_row() or self.ended(), LONG, "first row")
 
 
 def signal_after_a_row(number: int) -> Callable[[Start], None]:
     def act(start: Start) -> None:
         start.wait_for_row()
-        start.process.send_signal(number)
+        os.kill(start.pid, number)
 
     return act
 
@@ -124,7 +112,7 @@ def was_limited(start: Start) -> None:
 
 
 def is_gbk(start: Start) -> None:
-    (start.folder / "out").read_bytes().decode("gbk")
+    (start.folder / "stdout").read_bytes().decode("gbk")
 
 
 @dataclass
@@ -243,14 +231,14 @@ def finish(case: Case, starts: list[Start]) -> None:
     try:
         for start in starts:
             case.act(start)
-        started = [process for start in starts for process in family(start.process.pid)]
+        started = [process for start in starts for process in family(start.pid)]
         for start in starts:
-            code = start.process.wait(LONG)
+            code = start.wait(LONG).code
             assert code == case.code, f"exit code {code}\n{start.output()}"
         assert not alive_after(started, 60)
     finally:
         for start in starts:
-            end(family(start.process.pid))
+            end(family(start.pid))
     for start in starts:
         assert "Traceback" not in start.output()
         if not case.code and case.name != "console closes":

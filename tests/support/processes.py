@@ -42,20 +42,15 @@ def one_thread_environment():
 
 
 class Command:
-    """A running command `python -m ARGUMENTS`. Leaving the `with` block ends it with all processes below it."""
+    """A running command `python -m ARGUMENTS`. Leaving the `with` block ends it with all processes below it. `options` of
+    `subprocess.Popen` override those of a plain start."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, **options):
         folder.mkdir(parents=True, exist_ok=True)
         self._files = [folder / "stdout", folder / "stderr"]
         with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *map(str, arguments)],
-                cwd=ROOT,
-                env=one_thread_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
+            plain = {"args": [sys.executable, "-m", *map(str, arguments)], "cwd": ROOT, "env": one_thread_environment()}
+            self._process = subprocess.Popen(**{**plain, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options})
         self.pid = self._process.pid
 
     def __enter__(self):

@@ -26,10 +26,14 @@ left_out: log p of the least probable kept token and of the most probable other 
 
 @dataclass
 class DrawRecord:
-    """What a rank's passes have found, on its device. Tensor-parallel ranks hold the same rows."""
+    """What a rank's last pass has found, on its device. Tensor-parallel ranks hold the same rows."""
 
     rows: list[torch.Tensor] = field(default_factory=list)  # float64 [n, fields]
     sums: torch.Tensor | None = None  # float64 [2, vocab / tp]: expected and actual number of each token, of this rank's vocabulary
+
+    def reset(self) -> None:
+        """Forget a pass that is repeated."""
+        self.rows, self.sums = [], None
 
 
 @dataclass

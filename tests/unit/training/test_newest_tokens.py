@@ -99,16 +99,16 @@ def test_a_bound_that_holds_for_no_token_fails(how):
     lines = list[str]()
     bound = MismatchBound(SyncConfig(on_mismatch=how), True, lines.append)
     for metrics in [{}, {}, {TOKENS: 1.0}] + [{}] * (UNCOMPARED_STEPS - 1):
-        bound.count(metrics)
+        bound.check(metrics)
     line = f"no token of the trainer's version was compared for {UNCOMPARED_STEPS} steps (mismatch/tokens)"
     if how == "stop":
         with pytest.raises(RunError, match=r"set sync\.canary above 0") as caught:
-            bound.count({TOKENS: 0.0})
+            bound.check({TOKENS: 0.0})
         assert str(caught.value).startswith(line)
     else:
         for _ in range(5):
-            bound.count({})
+            bound.check({})
         assert lines == [line]
     free = MismatchBound(SyncConfig(max_mismatch=math.inf), True, lines.append)
     for _ in range(2 * UNCOMPARED_STEPS):
-        free.count({})
+        free.check({})
