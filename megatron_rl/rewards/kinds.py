@@ -15,7 +15,6 @@ from fractions import Fraction
 from megatron_rl.rewards.numbers import parse_number
 from megatron_rl.rewards.statements import CLAUSE_END, HEDGE
 
-TEXT = re.compile(r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|sf|it)|mbox|operatorname|ce)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _SPACES = re.compile(r"\\[,;: ]|\\q?quad\b|~|\s+")
 _CJK_END = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af\s.]+$")
 _APART = r"(?:[^\w/?|<>=+*^-]|\b(?:and|[Bb]oth|only|are|correct)\b|[和与及])"
@@ -47,10 +46,8 @@ Keys = frozenset[object]
 
 
 def plain(content: str) -> str:
-    r"""Return a text without commands of text and of spaces: `2\text{ h }30\,\text{min}` is "2 h 30 min"."""
-    for _ in range(2):
-        content = TEXT.sub(r"\1", content.replace(r"\!", ""))
-    return _SPACES.sub(" ", content.replace("**", "").replace("$", "")).strip(" .,;*`\"'")
+    r"""Return a text without emphasis and commands of spaces: `2\,h 30\,min` is "2 h 30 min"."""
+    return _SPACES.sub(" ", re.sub(r"\*\*|\$|\\!", "", content)).strip(" .,;*`\"'")
 
 
 def read_choices(content: str) -> Keys:

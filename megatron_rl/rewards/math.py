@@ -16,7 +16,7 @@ import re
 from itertools import accumulate
 from typing import Any
 
-from megatron_rl.rewards.kinds import TEXT, find_kind, plain, read_times
+from megatron_rl.rewards.kinds import find_kind, plain, read_times
 from megatron_rl.rewards.numbers import NUMBER, Number, parse_number
 from megatron_rl.rewards.spellings import normalize
 from megatron_rl.rewards.statements import HEDGE, Statement, find_statement, last_number, strip_wrapping
@@ -24,7 +24,7 @@ from megatron_rl.rewards.thinking import DEFAULT_MARKERS, ThoughtMarkers, split_
 from megatron_rl.types import Problem, Reward
 
 _ASSIGNMENT = re.compile(r"[\s$]*(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*([^=]+?)[\s$.]*")
-_AND = re.compile(r"[,;]\s*(?:and|or)\b|[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:quad|lor|vee)\b")
+_AND = re.compile(r"[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b|\\(?:quad|lor|vee)\b")
 _DECIMAL_COMMA = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3})+|[-+]?\s*[0-9]+),([0-9]{1,2})(?![0-9,.])(.*)$")
 _THOUSANDS_DOTS = re.compile(r"^([-+]?\s*[0-9]{1,3}(?:\.[0-9]{3}){2,})(?![0-9.])")
 _WORDS = re.compile(
@@ -45,7 +45,7 @@ _RELATION = re.compile(r"[<>≤≥≠]|\\(?:(?:l|g|n)(?:t|eq?)|equiv|pmod|bmod)\
 _UNFINISHED = re.compile(r"^[^=]*[0-9)]\s*[-+*×÷]\s*[(0-9][^=]*$")
 _DETAIL = re.compile(r"(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){1,5}\s*")
 _ELLIPSIS = re.compile(r"\\[lc]?dots|\.\.|…")
-_SAYS_MORE = re.compile(r"\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
+_SAYS_MORE = re.compile(r"(?<!\\)\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
 _INTERVAL = re.compile(r"\s*(?:[a-z]\s*\\in\b\s*)?(?:\\left)?\s*[(\[]")
 _BASE, _NOT_SIGN = re.compile(r"[0-9]_\{?[0-9]"), re.compile(r"\\(?:neg|lnot)\b|¬")
 _SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\(")
@@ -103,7 +103,7 @@ def _read_vote(stated: Statement, gold: str) -> str:
         return ",".join(sorted(map(str, read(plain(stated.content)))))
     if parse_number(_without_label(gold)):
         return canonical(stated)
-    content = TEXT.sub(r"\1", strip_wrapping(stated)).replace("**", "").casefold()
+    content = strip_wrapping(stated).replace("**", "").casefold()
     if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
         return ""
     content = _ASSIGNED.sub("", _read_list(content))
@@ -146,7 +146,7 @@ def _equals(stated: Statement, gold: str) -> bool:
 
 def _read_names(content: str) -> dict[str, str]:
     """Return the values by name of `x = 1, y = 2` or `(x, y) = (1, 2)`. Return nothing for alternatives ("or") and other contents."""
-    content = re.sub(r"\\(?:left|right)(?=\W)|\\[,;:! ]", "", re.sub(r"\\text\{(\w+)\}", r"\1", content))
+    content = re.sub(r"\\(?:left|right)(?=\W)|\\[,;:! ]", "", content)
     if tuples := re.fullmatch(r"\(([a-z](?:,\s*[a-z])*)\)\s*=\s*\(([^()]*)\)", content):
         letters, values = re.findall("[a-z]", tuples[1]), tuples[2].split(",")
         return dict(zip(letters, values, strict=True)) if len(letters) == len({*letters}) == len(values) else {}
@@ -168,7 +168,7 @@ def _is_name(gold: str) -> bool:
 
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
-    content = _without_label(TEXT.sub(r" \1 ", strip_wrapping(stated)).strip())
+    content = _without_label(strip_wrapping(stated))
     content = _EMPHASIS.sub("", content)
     content = re.sub(
         r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I
@@ -182,7 +182,7 @@ def _read_number(stated: Statement) -> Number | None:
         return number
     if _EQUATION.search(content) and not _SYMBOL.search(content):
         return parse_number(_EQUATION.split(content)[-1]) if not stated.explicit or _holds(content) else None
-    if not _PROSE.search(TEXT.sub("", content)) and stated.explicit:
+    if not _PROSE.search(content) and stated.explicit:
         return None
     found = last_number(_before_detail(content) if stated.explicit else content)
     return None if found is None else parse_number(found)
@@ -234,7 +234,7 @@ def _is_formula(content: str, gold: str) -> bool:
     math-verify would compare only the right-hand side of `3x = 42`."""
     if HEDGE.search(content) or content.count("{") != content.count("}") or not _is_affordable(content, gold):
         return False
-    if (_ELLIPSIS.search(content) and not _ELLIPSIS.search(gold)) or any(map(_SAYS_MORE.search, TEXT.findall(content))):
+    if (_ELLIPSIS.search(content) and not _ELLIPSIS.search(gold)) or _SAYS_MORE.search(content):
         return False
     if (not any(map(_INTERVAL.match, (gold, content))) and bool(_RELATION.search(content)) != bool(_RELATION.search(gold))) or (
         not re.search(r"[0-9\\]|^\W*\w{1,3}\W*$", content) and parse_number(gold)

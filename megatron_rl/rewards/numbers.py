@@ -21,7 +21,6 @@ _BARE_POWER = re.compile(r"^([-+]?\s*)10\s*(\^|\*\*)")
 _PERCENT = re.compile(r"\\?%|\s*per\s?cent\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
-_TEXT_COMMAND = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°|\\degree)\s*[CF]?")
 _NO_UNIT = re.compile(
     r"\b(?:or|not|is|are|isn't|than|at|but|if|minus|plus|times|over|squared|cubed|factorial|mod|to)\b|[0-9?=<>≠≤≥±]", re.I
@@ -59,7 +58,7 @@ class Number:
 
 def parse_number(text: str) -> Number | None:
     """Return the number that `text` consists of, with at most a unit after it, or None."""
-    text = _BARE_POWER.sub(r"\g<1>1*10\2", _TEXT_COMMAND.sub(r" \1 ", text.strip())).strip()
+    text = _BARE_POWER.sub(r"\g<1>1*10\2", text.strip()).strip()
     if words := _WORDS.match(text):
         text = str(sum(_IN_WORDS.get(word.lower(), 0) for word in words.groups(""))) + text[words.end() :]
     match = NUMBER.match(text)

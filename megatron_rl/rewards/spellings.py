@@ -4,30 +4,25 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-_PUNCTUATION = {"−": "-", "﹣": "-", "‑": "-", "‐": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", "}
-_PUNCTUATION |= {space: " " for space in "\xa0\u2009\u202f\u3000"} | {
-    "’": "'",
-    "∞": r"\infty ",
-    "∪": r"\cup ",
-    "π": r"\pi ",
-    "∅": r"\emptyset ",
-}
-_PUNCTUATION |= {"٫": ".", "٬": ",", "٪": "%", "،": ", "} | dict.fromkeys("\u200e\u200f\u061c", "")
-_WIDE = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # ＡＳＣＩＩ
-_TRANSLATION = str.maketrans(_WIDE | _PUNCTUATION)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_PUNCTUATION = {"−": "-", "‐": "-", "‑": "-", "⁻": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", ", "’": "'", "٫": ".", "٬": ",", "٪": "%", "،": ", "}
+_SYMBOLS = {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "∅": r"\emptyset "}
+_TRANSLATION = str.maketrans(_PUNCTUATION | _SYMBOLS | dict.fromkeys("\u200e\u200f\u061c", ""))
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
+_TEXT = r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|sf|it)|mbox|ce|operatorname)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+_Rewrites = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+_SMALL: _Rewrites = [
     (re.compile(rf"(?<=[0-9])(?=[{_FRACTIONS}])"), " "),
-    (re.compile(f"[{_FRACTIONS}]"), lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
-    (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+    (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), r"^{\g<0>}"),
+    (re.compile("[₀-₉]+"), r"_\g<0>"),
+]
+"""Rewrites of digits that NFKC makes larger."""
+_REWRITES: _Rewrites = [
+    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
-    (re.compile(r"[₀-₉]+"), lambda match: "_" + match[0].translate(_SUBSCRIPTS)),
-    (re.compile(r"(?:\\text)?\{:\}|\\colon\s*"), ":"),
-    (re.compile(r"\\varnothing\b|\\text\{(?:\\emptyset |(?:the )?empty set)\}|\\\{\s*\\\}"), r"\\emptyset "),
+    *[(re.compile(rf"(\\[a-z]+)?{_TEXT}"), lambda match: f"{match[1]} {match[2]}" if match[1] else match[2])] * 2,
+    (re.compile(r"\{:\}|\\colon\s*"), ":"),
+    (re.compile(r"\\varnothing\b|\b(?:the )?empty set\b|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions
     (re.compile("[\U0001f300-\U0001faff\u2600-\u27bf\ufe0f\u20e3]"), ""),
     (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
@@ -38,8 +33,10 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 
 
 def normalize(text: str) -> str:
-    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX."""
-    text = text.translate(_TRANSLATION)
+    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX, and without commands of text."""
+    for pattern, replacement in _SMALL:
+        text = pattern.sub(replacement, text)
+    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).replace("⁄", "/")
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text

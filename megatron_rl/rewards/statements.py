@@ -7,7 +7,6 @@ read: nothing else in the text is used instead. Only a text without an explicit 
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import NamedTuple
 
@@ -52,7 +51,7 @@ _REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
-    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:,|;|\bbut\b|\brather\b)\s*"
+    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:[,;]|\bbut\b|\brather\b)[,\s]*"
     r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*",
     re.IGNORECASE,
 )
@@ -124,7 +123,8 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
     if box is not None and box < index and _read_box(text, matches[box].end())[1] > match.end():
         return _read_statement(text, matches, box)  # "answer" within a box
     if match["box"]:
-        return _read_boxes(text, matches[max(0, index - _MOST_BOXES) : index + 1])
+        boxes = [(each.start(), *_read_box(text, each.end())) for each in matches[max(0, index - _MOST_BOXES) : index + 1] if each["box"]]
+        return _join(text, boxes), boxes[-1][2]
     if match["tag"]:
         closing = _CLOSING_TAG.search(text, match.end())
         content = text[match.end() : closing.start() if closing else len(text)]
@@ -141,16 +141,14 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
     return _read_phrase(text, match.start(), match.end())
 
 
-def _read_boxes(text: str, matches: list[re.Match[str]]) -> tuple[str, int]:
-    """Return the content of the last box. Boxes before it that only separators part from it belong to it, as a list."""
-    content, last_end = _read_box(text, matches[-1].end())
-    start = matches[-1].start()
-    for match in reversed(matches[:-1]):
-        before, end = _read_box(text, match.end()) if match["box"] else ("", -1)
-        if end < 0 or end > start or not _BETWEEN.fullmatch(text, end, start):
+def _join(text: str, parts: list[tuple[int, str, int]]) -> str:
+    """Return the content of the last of some (start, content, end), and those before it that only separators part from it, as a list."""
+    start, content, _ = parts[-1]
+    for begin, before, end in reversed(parts[:-1]):
+        if not _BETWEEN.fullmatch(text, end, start):
             break
-        content, start = f"{before}, {content}" if before.strip() and content.strip() else "", match.start()
-    return content, last_end
+        content, start = f"{before}, {content}" if before.strip() and content.strip() else "", begin
+    return content
 
 
 def _unbox(content: str) -> str:
@@ -163,23 +161,12 @@ def _read_box(text: str, start: int) -> tuple[str, int]:
     bare = re.compile(r"\s+([^\s$.,{]+)").match(text, start)
     if bare:
         return bare[1], bare.end()
-    opening = re.compile(r"\s*\{").match(text, start)
-    end = _match_braces(text).get(opening.end()) if opening else None
-    if opening is None or end is None:
-        return "", len(text)
-    return text[opening.end() : end] if end - opening.end() <= _LONGEST_STATEMENT else "", end + 1
-
-
-@functools.lru_cache(maxsize=2)
-def _match_braces(text: str) -> dict[int, int]:
-    """Return the index of each closing brace by the index after its opening brace."""
-    opened, closings = list[int](), dict[int, int]()
-    for brace in re.finditer("[{}]", text):
-        if brace[0] == "{":
-            opened.append(brace.end())
-        elif opened:
-            closings[opened.pop()] = brace.start()
-    return closings
+    depth, opening = 0, re.compile(r"\s*\{").match(text, start)
+    for brace in re.compile("[{}]").finditer(text, start, start + _LONGEST_STATEMENT) if opening else ():
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[opening.end() : brace.start()], brace.end()
+    return "", len(text)
 
 
 def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
@@ -196,7 +183,8 @@ def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
     content = _first_sentence(text, begin)
     if _EVALUATION.match(content) and not re.search(r"[0-9\\]", content):
         return None
-    if text[start - 1] in ":*" and not _may_be_value(content) and not _NEGATION.match(content):
+    may_be_value = re.search(r"[0-9\\$=^]", content) or 0 < len(content.split()) <= 2 or _NEGATION.match(content)
+    if text[start - 1] in ":*" and not may_be_value:
         return None
     return content, begin + len(content)
 
@@ -205,11 +193,6 @@ def _first_sentence(text: str, start: int = 0) -> str:
     text = text[start : start + _LONGEST_STATEMENT]
     end = _SENTENCE_END.search(text)
     return text[: end.start() if end else len(text)]
-
-
-def _may_be_value(text: str) -> bool:
-    """Return whether a text may be an answer and not a sentence of words: it has a digit, a formula, or at most two words."""
-    return bool(re.search(r"[0-9\\$=^]", text)) or 0 < len(text.split()) <= 2
 
 
 def _correct(content: str, rest: str) -> str:
@@ -250,18 +233,8 @@ def _implicit_statement(tail: str) -> Statement | None:
     if not formulas and len(bold := _BOLD_NUMBER.findall(sentence)) == 1 and "=" not in sentence:
         return Statement(bold[0], False)
     if formulas:
-        return Statement(_join_formulas(sentence, formulas), False)
+        return Statement(_join(sentence, [(each.start(), next(filter(None, each.groups())), each.end()) for each in formulas]), False)
     return Statement(sentence.strip(), False)
-
-
-def _join_formulas(sentence: str, formulas: list[re.Match[str]]) -> str:
-    """Return the last formula, with the formulas before it that only separators part from it."""
-    content, start = next(filter(None, formulas[-1].groups())), formulas[-1].start()
-    for formula in reversed(formulas[:-1]):
-        if not _BETWEEN.fullmatch(sentence, formula.end(), start):
-            break
-        content, start = f"{next(filter(None, formula.groups()))}, {content}", formula.start()
-    return content
 
 
 _SPACES = re.compile(r"^(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<=\S)\\$")
@@ -283,14 +256,12 @@ def last_number(sentence: str) -> str | None:
     """Return the number that a sentence of words ends with, or the right-hand side of its last equation. Return None if the number is part
     of an expression or of a list, or is negated."""
     sentence = re.sub(r"(?<=\w)\s+\([^()]*[-+*/×÷=][^()]*\)\W*$", "", sentence)  # "42 apples (40 + 2)"
-    if "=" in sentence:
-        sentence = sentence[sentence.rfind("=") + 1 :]
-        matches = [*NUMBER.finditer(sentence)][:1]
-    else:
-        matches = [*NUMBER.finditer(sentence)]
+    sentence = re.sub(r"(?<=[ckdmf][mt]|in)\^\{?[23]\}?", "", sentence)  # units of area and volume
+    _, equals, sentence = sentence.rpartition("=")
+    matches = [*NUMBER.finditer(sentence)]
     if not matches:
         return None
-    last = matches[-1]
+    last = matches[0 if equals else -1]
     before, after = sentence[: last.end() - len(last[0].lstrip())], sentence[last.end() :]
     if last["sign"] and re.search(r"(?:[0-9)}\]]\s*|\w|\b[A-Za-z]\s+)$", before):
         return None
