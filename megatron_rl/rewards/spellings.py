@@ -4,19 +4,12 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-_PUNCTUATION = {"−": "-", "‐": "-", "‑": "-", "⁻": "-", "。": ". ", "！": "! ", "；": "; ", "、": ", ", "，": ", ", "’": "'", "٫": ".", "٬": ",", "٪": "%", "،": ", "}
-_SYMBOLS = {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "∅": r"\emptyset "}
-_TRANSLATION = str.maketrans(_PUNCTUATION | _SYMBOLS | dict.fromkeys("\u200e\u200f\u061c", ""))
+_MARKS = dict(zip("−‐\u2011’٫٬٪\u200e\u200f\u061c", ["-", "-", "-", "'", ".", ",", "%", "", "", ""], strict=True))
+_MARKS |= {wide: f"{narrow} " for wide, narrow in zip("。！；、，،", ".!;,,,", strict=True)}
+_MARKS |= {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "∅": r"\emptyset "}
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _TEXT = r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|sf|it)|mbox|ce|operatorname)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
-_Rewrites = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
-_SMALL: _Rewrites = [
-    (re.compile(rf"(?<=[0-9])(?=[{_FRACTIONS}])"), " "),
-    (re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+"), r"^{\g<0>}"),
-    (re.compile("[₀-₉]+"), r"_\g<0>"),
-]
-"""Rewrites of digits that NFKC makes larger."""
-_REWRITES: _Rewrites = [
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
@@ -33,10 +26,10 @@ _REWRITES: _Rewrites = [
 
 
 def normalize(text: str) -> str:
-    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX, and without commands of text."""
-    for pattern, replacement in _SMALL:
-        text = pattern.sub(replacement, text)
-    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).replace("⁄", "/")
+    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX, without commands of text."""
+    text = re.sub(rf"(?<=[0-9])(?=[{_FRACTIONS}])", " ", text)  # before NFKC makes digits of small ones
+    text = re.sub("[₀-₉]+", r"_\g<0>", re.sub("[⁻⁺]?[⁰¹²³⁴-⁹]+", r"^{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text.translate(str.maketrans(_MARKS))).replace("⁄", "/")
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text

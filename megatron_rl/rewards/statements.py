@@ -49,6 +49,7 @@ _DOUBTS = re.compile(
 CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b", re.IGNORECASE)
 _REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
+_EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
     r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:[,;]|\bbut\b|\brather\b)[,\s]*"
@@ -244,7 +245,7 @@ _REMARK = re.compile(r"(?<=[\w.$%])\s+\((?!mod\b)(?:[^()0-9\\$]{3,}|[^()\\]*\b[A
 def strip_wrapping(stated: Statement) -> str:
     r"""Return the content without emphasis, dollar signs around it, trailing punctuation, and reasons."""
     content, clause_end = stated.content, CLAUSE_END if stated.explicit else _REASON
-    content = _SPACES.sub("", content.strip().strip('*`_" '))
+    content = _SPACES.sub("", _EMPHASIS.sub("", content.strip().strip('*`_" ')))
     if content.count("}") > content.count("{"):  # {"answer": 42}
         content = content.rstrip('} \n"')
     content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", clause_end.split(content, maxsplit=1)[0])
