@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from megatron_rl.rewards.numbers import parse_number
-from megatron_rl.rewards.statements import CLAUSE_END, HEDGE
+from megatron_rl.rewards.statements import CLAUSE_END
 
 _SPACES = re.compile(r"\\[,;: ]|\\q?quad\b|~|\s+")
 _CJK_END = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af\s.]+$")
@@ -33,7 +33,10 @@ _DATE = re.compile(
 )
 _NO_DATE = re.compile(r"\b(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s*|\bthe\s+", re.I)
 _CLOCK = re.compile(r"(?<![\w:.])([0-9]{1,2})(?:\s*([ap]m)\b|:([0-5][0-9])(?::([0-5][0-9]))?(?![\w:])\s*([ap]m\b)?)", re.I)
-_PART = r"([0-9]+(?:\.[0-9]+)?)(?:\s+([0-9])/([1-9]))?[\s-]*(h(?:ou)?rs?|h|min(?:ute)?s?|s(?:ec(?:ond)?s?)?|小时|分钟?|秒)(?![a-z])"
+_PART = (
+    r"([0-9]+(?:\.[0-9]+|\s+[0-9]/[0-9]|\s*\\[dt]?frac\{?[0-9]\}?\{?[0-9]\}?)?)"
+    r"[\s-]*(h(?:ou)?rs?|h|min(?:ute)?s?|s(?:ec(?:ond)?s?)?|小时|分钟?|秒)(?![a-z])"
+)
 _DURATION = re.compile(rf"(?<![\w.]){_PART}(?:(?:\s|,|and)*{_PART})*", re.I)
 _SECONDS = {"h": 3600, "小": 3600, "m": 60, "分": 60, "s": 1, "秒": 1}
 _RATIO = re.compile(r"(?<![\w.:/])[0-9]+(?:\s*(?::|\bto\b)\s*[0-9]+)+(?![\w:/]|[.][0-9])")
@@ -51,10 +54,8 @@ def plain(content: str) -> str:
 
 
 def read_choices(content: str) -> Keys:
-    """Return the letters of the choices that a text names, or nothing if it hedges."""
+    """Return the letters of the choices that a text names."""
     content = CLAUSE_END.split(_LEAD.sub("", _CJK_END.sub("", content), count=1), maxsplit=1)[0]
-    if HEDGE.search(content):
-        return frozenset()
     if _LETTERS.fullmatch(content):
         return frozenset(re.findall("[A-J]", content))
     return frozenset(letter for match in _LABELED.findall(content) for letter in match if letter)
@@ -82,15 +83,10 @@ def read_dates(content: str) -> Keys:
 
 def read_times(content: str) -> Keys:
     """Return the times of day and the durations in a text, in seconds."""
-    content, keys = re.sub(r"\\[dt]?frac\{?([0-9])\}?\{?([0-9])\}?", r" \1/\2 ", content), set[object]()
+    keys = set[object]()
     for duration in _DURATION.finditer(content):
-        parts = re.findall(_PART, duration[0], re.I)
-        keys.add(
-            sum(
-                (Fraction(whole) + Fraction(int(top or 0), int(under or 1))) * _SECONDS[unit[0].lower()]
-                for whole, top, under, unit in parts
-            )
-        )
+        parts = [(parse_number(amount), unit) for amount, unit in re.findall(_PART, duration[0], re.I)]
+        keys.add(sum(number.value * _SECONDS[unit[0].lower()] for number, unit in parts if number))
     for hour, bare_half, minutes, seconds, half in _CLOCK.findall(_DURATION.sub("", content)):
         noon = 12 * ((half or bare_half).lower() == "pm")
         keys.add(Fraction(3600 * (int(hour) % 12 + noon if half or bare_half else int(hour)) + 60 * int(minutes or 0) + int(seconds or 0)))

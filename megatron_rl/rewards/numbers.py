@@ -10,10 +10,7 @@ _SEPARATOR = r"(?:,|\{,\}|\\[,:; ]|\\! ?)"
 _INTEGER = rf"(?:[0-9]{{1,3}}(?:(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?\.?|\.[0-9]+)"
 _POWER = r"(?:\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[-+]?[0-9]+)\s*\}?|[eE](?P<e>[-+]?[0-9]+))"
-_FRACTION = (
-    r"\\[dtc]?frac\s*(?:\{\s*(?P<top>-?[0-9]+)\s*\}\s*\{\s*(?P<bottom>[0-9]+)\s*\}|(?P<short>[0-9])\s*(?P<under>[0-9]))"
-    r"|(?P<over>[0-9]+)\s*/\s*(?P<below>[0-9]+)(?![0-9.,]?[0-9/])"
-)
+_FRACTION = r"(?:\\[dtc]?frac\s*\{\s*)?(?P<top>-?[0-9]+)\s*(?:\}\s*\{|/)\s*(?P<bottom>[0-9]+)(?:\s*\}|(?![0-9.,]?[0-9/}]))"
 NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?:US|CA|AU|HK)?\\?[$€£¥₹]|Rs\.?)?\s*(?:(?:(?P<whole>[0-9]+)(?:\s*(?=\\)|\s+))?(?:{_FRACTION})|(?P<decimal>{_DECIMAL})(?:{_POWER})?)"
 )
@@ -90,8 +87,8 @@ def to_fraction(match: re.Match[str]) -> Fraction | None:
             return None
         plain = re.sub(r"[^0-9.]", "", match["decimal"]).rstrip(".")
         return sign * Fraction(plain) * Fraction(10) ** power
-    top, bottom = next((match[a], match[b]) for a, b in (("top", "bottom"), ("short", "under"), ("over", "below")) if match[a] is not None)
-    return sign * (int(match["whole"] or 0) + Fraction(int(top), int(bottom))) if int(bottom) else None
+    whole, top, bottom = (int(match[part] or 0) for part in ("whole", "top", "bottom"))
+    return sign * (whole + Fraction(top, bottom)) if bottom else None
 
 
 def _read_unit(rest: str) -> str | None:

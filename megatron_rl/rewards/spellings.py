@@ -14,6 +14,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
     *[(re.compile(rf"(\\[a-z]+)?{_TEXT}"), lambda match: f"{match[1]} {match[2]}" if match[1] else match[2])] * 2,
+    (re.compile(r"(\\[dtc]?frac)\s*([0-9])\s*([0-9])"), r"\1{\2}{\3}"),
     (re.compile(r"\{:\}|\\colon\s*"), ":"),
     (re.compile(r"\\varnothing\b|\b(?:the )?empty set\b|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions

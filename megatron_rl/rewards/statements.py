@@ -50,7 +50,6 @@ CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|wh
 _REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
-_LIST_ITEM = re.compile(r"\s*(?:[0-9]+[.)]|[-*•])\s")
 _NOT = re.compile(
     r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:[,;]|\bbut\b|\brather\b)[,\s]*"
     r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*",
@@ -179,8 +178,6 @@ def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
         return "", start
     opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
     begin = opening.end() if opening else start
-    if "\n" in text[start:begin] and _LIST_ITEM.match(text, begin):
-        return None
     content = _first_sentence(text, begin)
     if _EVALUATION.match(content) and not re.search(r"[0-9\\]", content):
         return None
