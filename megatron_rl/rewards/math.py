@@ -39,7 +39,11 @@ _ASSIGNED = re.compile(
 )
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:(?:l|g|n)(?:t|eq?)|equiv|pmod|bmod)\b|[0-9]\s*:\s*[0-9]")
 _UNFINISHED = re.compile(r"^[^=]*[0-9)]\s*[-+*×÷]\s*[(0-9][^=]*$")
-_DETAIL = re.compile(r"(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){1,5}\s*")
+_LEAD = re.compile(
+    r"^(?:\(?(?-i:[A-J])\)[\s:]*(?=\S))?(?:(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*)?",
+    re.I,
+)
+_DETAIL = re.compile(rf"({NUMBER.pattern}(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){{1,5}}\s*)(?=[0-9])")
 _SAYS_MORE = re.compile(r"(?<!\\)\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
 _INTERVAL = re.compile(r"\s*(?:[a-z]\s*\\in\b\s*)?(?:\\left)?\s*[(\[]")
 _SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\(")
@@ -94,7 +98,7 @@ def _read_vote(stated: Statement, gold: str) -> str:
     """Return the canonical form of an answer to a problem with the gold answer `gold`, or "" if it states none of this kind."""
     if read := find_kind(plain(gold)):
         return "" if HEDGE.search(stated.content) else ",".join(sorted(map(str, read(plain(stated.content)))))
-    if parse_number(_without_label(gold)):
+    if parse_number(_LEAD.sub("", gold)):
         return canonical(stated)
     content = strip_wrapping(stated).casefold()
     if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
@@ -122,7 +126,7 @@ def _equals(stated: Statement, gold: str) -> bool:
     if len(named) > 1 or (len(named) == 1 == len(found) == max(map(len, (*named, *found)))):
         return _equals_named(found, named, content)
     gold = named.popitem()[1] if named else gold
-    expected = None if _ORDINAL.fullmatch(words) else parse_number(_without_label(gold))
+    expected = None if _ORDINAL.fullmatch(words) else parse_number(_LEAD.sub("", gold))
     if expected is not None:
         if expected.unit and read_times(words) and read_times(words) == read_times(plain(content)):
             return True
@@ -165,10 +169,7 @@ def _is_name(gold: str) -> bool:
 
 def _read_number(stated: Statement) -> Number | None:
     """Return the number of a statement: the whole content, the right-hand side of an assignment, or the number of a sentence."""
-    content = _without_label(strip_wrapping(stated))
-    content = re.sub(
-        r"^(?:\\approx|≈|~|about|approximately|roughly|around|exactly|simply|just|only|a total of)\s*", "", content, flags=re.I
-    )
+    content = _LEAD.sub("", strip_wrapping(stated))
     content = _DECIMAL_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}{match[3]}", content)
     content = _THOUSANDS_DOTS.sub(lambda match: match[1].replace(".", ""), content)
     number = parse_number(_ASSIGNED.sub("", content))
@@ -180,31 +181,20 @@ def _read_number(stated: Statement) -> Number | None:
         return parse_number(_EQUATION.split(content)[-1]) if not stated.explicit or _holds(content) else None
     if not _PROSE.search(content) and stated.explicit:
         return None
-    found = last_number(_before_detail(content) if stated.explicit else content)
+    if stated.explicit and "=" not in content and len([*NUMBER.finditer(content)]) > 1:  # "29 marbles after 3 days"
+        detailed = _DETAIL.match(content)
+        content = detailed[1] if detailed else ""
+    found = last_number(content)
     return None if found is None else parse_number(found)
-
-
-def _before_detail(content: str) -> str:
-    """Return a sentence that begins with a number up to its next number: "29 marbles after 3 days". Return "" if it has several numbers
-    otherwise."""
-    matches = [*NUMBER.finditer(content)]
-    if len(matches) < 2 or "=" in content:
-        return content
-    between = content[matches[0].end() : matches[1].start()]
-    return content[: matches[1].start()] if not content[: matches[0].start()].strip() and _DETAIL.fullmatch(between) else ""
-
-
-def _without_label(content: str) -> str:
-    """Return the content without the letter of a choice before a value: "(B) 72" is 72."""
-    return re.sub(r"^\(?[A-J]\)[\s:]*(?=\S)", "", content)
 
 
 def _read_list(content: str) -> str:
     r"""Return `x = 1 \text{ or } x = 2` as the list `1, 2`, and `x = 1, y = 2` as the tuple `(1, 2)`."""
     if len(names := _read_names(content)) > 1:
         return f"({', '.join(names[name] for name in sorted(names))})"
-    values, names = [value for _, value in _read_assignments(content)], {name for name, _ in _read_assignments(content)}
-    return ", ".join(values) if len(values) > 1 == len(names) else content
+    found = _read_assignments(content)
+    values = [value for _, value in found]
+    return ", ".join(values) if len(values) > 1 == len(dict(found)) else content
 
 
 def _states_words(content: str, words: str, explicit: bool) -> bool:

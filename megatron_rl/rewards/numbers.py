@@ -48,7 +48,7 @@ class Number:
             return False
         scales = {Fraction(1), Fraction(1, 100)} if (self.unit == "%") != (gold.unit == "%") else {Fraction(1)}
         values = {self.value * scale for scale in scales} if self.unit == "%" else {self.value / scale for scale in scales}
-        endless = any(not _ends(number.value) for number in (self, gold))
+        endless = any(pow(10, value.denominator.bit_length(), value.denominator) for value in (self.value, gold.value))
         tolerance = Fraction(1, 10**6) if endless and self.exact != gold.exact else Fraction(0 if self.exact or gold.exact else 1, 10**14)
         return any(abs(value - gold.value) <= tolerance * max(abs(value), abs(gold.value)) for value in values)
 
@@ -71,11 +71,6 @@ def parse_number(text: str) -> Number | None:
         value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
     unit = _read_unit(rest)
     return None if unit is None else Number(value, unit, exact)
-
-
-def _ends(value: Fraction) -> bool:
-    """Return whether a fraction has finitely many decimals."""
-    return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def to_fraction(match: re.Match[str]) -> Fraction | None:

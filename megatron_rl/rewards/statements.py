@@ -35,6 +35,7 @@ _EVALUATION = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
+_SENTENCE_BREAK = re.compile(r"(?<![0-9])(?<!\b[A-J])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)")
 _CLOSING_TAG = re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE)
 _CHECKS = re.compile(
     r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
@@ -85,11 +86,9 @@ _OPTION = re.compile(r"\W*([A-J])[).:]\s")
 _BOLD_NUMBER = re.compile(r"\*\*([^*\n]*[0-9][^*\n]*)\*\*")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?", re.IGNORECASE)
-_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES = 20_000, 2000, 100, 20
-"""Only this many characters at the end of a text, characters of a statement, statements from the end, and neighboring boxes are read, so
-that no text takes long."""
-_TAIL = 600
-"""Characters at the end of a text that are read if it has no explicit statement."""
+_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES, _TAIL = 20_000, 2000, 100, 20, 600
+"""Only so many characters at the end of a text, characters of a statement, statements, neighboring boxes, and characters at the end of a
+text without explicit statements are read, so that no text takes long."""
 
 
 class Statement(NamedTuple):
@@ -105,8 +104,7 @@ def find_statement(text: str) -> Statement | None:
     matches = [*_STATEMENT.finditer(text)][-_MOST_STATEMENTS:]
     for index in reversed(range(len(matches))):
         if (read := _read_statement(text, matches, index)) is not None:
-            content, end = read
-            return Statement(_correct(content, text[end:]), True)
+            return Statement(_correct(read[0], text[read[1] :]), True)
     return _implicit_statement(text[-_TAIL:])
 
 
@@ -128,7 +126,7 @@ def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tupl
     if match["tag"]:
         closing = _CLOSING_TAG.search(text, match.end())
         content = text[match.end() : closing.start() if closing else len(text)]
-        return _unbox(content) if closing and len(content) <= _LONGEST_STATEMENT else "", match.end() + len(content)
+        return _unbox(content) if closing else "", match.end() + len(content)
     if match["hash"]:
         content = _first_sentence(text, match.end())
         end = match.end() + len(content)
@@ -158,13 +156,12 @@ def _unbox(content: str) -> str:
 
 def _read_box(text: str, start: int) -> tuple[str, int]:
     """Return the content of a box and its end. A box that never closes, or is too long, is empty."""
-    bare = re.compile(r"\s+([^\s$.,{]+)").match(text, start)
-    if bare:
+    if bare := re.compile(r"\s+([^\s$.,{]+)").match(text, start):
         return bare[1], bare.end()
     depth, opening = 0, re.compile(r"\s*\{").match(text, start)
-    for brace in re.compile("[{}]").finditer(text, start, start + _LONGEST_STATEMENT) if opening else ():
+    for brace in re.compile("[{}]").finditer(text, start, start + _LONGEST_STATEMENT):
         depth += 1 if brace[0] == "{" else -1
-        if not depth:
+        if opening and not depth:
             return text[opening.end() : brace.start()], brace.end()
     return "", len(text)
 
@@ -179,12 +176,9 @@ def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
     opening = re.compile(r"[ \t*_`:]*(?:\n\s*)?(?:\\\[|\$\$)?\s*").match(text, start)
     begin = opening.end() if opening else start
     content = _first_sentence(text, begin)
-    if _EVALUATION.match(content) and not re.search(r"[0-9\\]", content):
-        return None
-    may_be_value = re.search(r"[0-9\\$=^]", content) or 0 < len(content.split()) <= 2 or _NEGATION.match(content)
-    if text[start - 1] in ":*" and not may_be_value:
-        return None
-    return content, begin + len(content)
+    has_words = not re.search(r"[0-9\\$=^]", content)
+    is_long = text[start - 1] in ":*" and not 0 < len(content.split()) <= 2 and not _NEGATION.match(content)
+    return None if has_words and (is_long or _EVALUATION.match(content)) else (content, begin + len(content))
 
 
 def _first_sentence(text: str, start: int = 0) -> str:
@@ -213,11 +207,7 @@ def _correct(content: str, rest: str) -> str:
 
 def _implicit_statement(tail: str) -> Statement | None:
     """Return the last formula or number of a text without explicit statements. A sentence that hedges states nothing."""
-    sentences = [
-        sentence
-        for sentence in re.split(r"(?<![0-9])(?<!\b[A-J])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)", tail)
-        if sentence.strip(" .*$")
-    ]
+    sentences = [sentence for sentence in _SENTENCE_BREAK.split(tail) if sentence.strip(" .*$")]
     last = next((index for index in reversed(range(len(sentences))) if re.search(r"[0-9$\\]", sentences[index])), -1)
     if not sentences or _GIVES_UP.search(" ".join(sentences[last - (last > 0 and not re.search("[A-Za-z]{2}", sentences[last])) :])):
         return None
@@ -228,11 +218,10 @@ def _implicit_statement(tail: str) -> Statement | None:
     if option and before and ord(before[1]) + 1 == ord(option[1]):
         return None  # the options of a choice
     formulas = [*_FORMULA.finditer(sentence)]
-    if not formulas and len(bold := _BOLD_NUMBER.findall(sentence)) == 1 and "=" not in sentence:
-        return Statement(bold[0], False)
     if formulas:
         return Statement(_join(sentence, [(each.start(), next(filter(None, each.groups())), each.end()) for each in formulas]), False)
-    return Statement(sentence.strip(), False)
+    bold = _BOLD_NUMBER.findall(sentence)
+    return Statement(bold[0] if len(bold) == 1 and "=" not in sentence else sentence.strip(), False)
 
 
 _SPACES = re.compile(r"^(?:\\[,;:! ]\s*)+|(?:\\[,;:! ]\s*)+$|(?<=\S)\\$")
