@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-_MARKS: dict[str, str | int | None] = dict(zip("−‐\u2011’٫٬٪\u200e\u200f\u061c", ["-", "-", "-", "'", ".", ",", "%", "", "", ""], strict=True))
+_MARKS: dict[str, str | int | None] = dict(zip("−‐\u2011’٫٬٪\u200e\u200f\u061c", [*"---'.,%", "", "", ""], strict=True))
 _MARKS |= {wide: f"{narrow} " for wide, narrow in zip("。！；、，،", ".!;,,,", strict=True)}
 _MARKS |= {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "∅": r"\emptyset "}
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
