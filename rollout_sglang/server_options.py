@@ -41,7 +41,7 @@ GROUPS = {
     "Parallel": _OTHER_RANKS,
     "Device": "is determined by the machine that the engine runs on",
     "Disagg": "splits prefill and decoding over several servers, but the sync knows only one",
-    "Spec": "samples proposals of another model, which nothing proves",
+    "Spec": "draws tokens by rules that the trainer does not repeat, among proposals of weights that no sync fills",
     "Lora": _OTHER_WEIGHTS,
     "Mm": "is for inputs other than text",
     "Serving": "has no use in a run, which exchanges tokens with the engine",
