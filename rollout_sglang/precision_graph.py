@@ -12,7 +12,9 @@ import torch
 from megatron_rl.precision.graph.decoder import DECAY, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, check_scales, dtype_name, unquantized_format
+from megatron_rl.precision.graph.kernels import Kernel
 from parallel.adapters import NAMES
+from rollout_sglang import kernel_identity
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
 
 _KNOWN_METHODS = (
@@ -67,11 +69,13 @@ class _Reader(Reader):
     def read_graph(self) -> PrecisionGraph:
         model, stack = self.model, self.model.model
         fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
+        logits, scores = kernel_identity.identify_ends(model, self.runner)
+        head = self.read_linear(model.lm_head, FP32 if fp32_head else unquantized_format(model.lm_head.weight))
         ends = {
             "embedding": self.read_linear(stack.embed_tokens).with_inputs(x=None),
-            "norm": self.read_weighted(stack.norm, self.read_residual(stack.norm)),
-            "lm_head": self.read_linear(model.lm_head, FP32 if fp32_head else unquantized_format(model.lm_head.weight)),
-            "logprobs": Operator({"x": FP32 if fp32_head else self.hidden}),
+            "norm": replace(self.read_weighted(stack.norm, self.read_residual(stack.norm)), kernel=self.identify("norm", stack.norm)),
+            "lm_head": replace(head, kernel=logits),
+            "logprobs": Operator({"x": FP32 if fp32_head else self.hidden}, kernel=scores),
         }
         return self.connect({number: self.read_layer(layer) for number, layer in enumerate(stack.layers)}, ends)
 
@@ -83,17 +87,24 @@ class _Reader(Reader):
             method = type(getattr(gate, "quant_method", None)).__name__
             logits = FP32 if method in ("NoneType", "Fp32RouterMethod") else unquantized_format(gate.weight)  # hooks.fp32_router
         residual = self.read_residual(layer.input_layernorm)
+        backend = e4m3_cache.get_attention_backend(self.runner.attn_backend)
+        by_tree, dtype = tree_reduction.sums_by_tree(), self.model.model.embed_tokens.weight.dtype
+        kernels = kernel_identity.identify_rest(layer, self.runner.attn_backend, by_tree, dtype)
+        kernels["attention"] = kernel_identity.identify_attention(backend)
         if (delta_net := getattr(layer, "linear_attn", None)) is not None:
-            return LayerPrecision(operators | self.read_delta(delta_net), residual, None, logits=logits)
+            return LayerPrecision(operators | self.read_delta(delta_net), residual, None, logits=logits, kernels=kernels)
         attention = getattr(layer, "self_attn", layer)  # in hybrid families, the layer owns the parts of its attention
         if hasattr(attention, "kv_b_proj"):
             operators = self.absorb_latents(attention, operators)
         elif not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
-        cache, backend = self.read_cache(attention), type(e4m3_cache.get_attention_backend(self.runner.attn_backend)).__name__
+        cache, core = self.read_cache(attention), type(backend).__name__
         sinks = self.read_tensor(getattr(attention, "sinks", None))
         beside = None if sinks is None else Operator({"sinks": sinks})
-        return LayerPrecision(operators, residual, cache, backend, logits, getattr(attention, "attn_output_gate", False), beside)
+        return LayerPrecision(operators, residual, cache, core, logits, getattr(attention, "attn_output_gate", False), beside, kernels)
+
+    def identify(self, kind: str, module: Any) -> Kernel:
+        return kernel_identity.identify_norm(kind, module)
 
     def read_delta(self, delta_net: Any) -> dict[str, Operator]:
         """Read the convolution and the delta rule, whose windows and states lie in a pool between two passes."""
@@ -138,13 +149,14 @@ class _Reader(Reader):
         """Read the router and the routed experts, whose weights are matrices `[experts, N, K]` of one module."""
         gate, experts = _get_router(moe), moe.experts
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_weighted(gate)
+        router = router if router.kernel else replace(router, kernel=kernel_identity.identify_live(kernel_identity.find_method(gate)))
         sides = {"gate_up": "w13_weight", "down": "w2_weight"}
         operators = {f"mlp.experts.{side}": self.read_linear(experts, weight_name=weight) for side, weight in sides.items()}
         for side, weight in sides.items():
             operator = operators[f"mlp.experts.{side}"].with_inputs(bias=self.read_tensor(getattr(experts, f"{weight}_bias", None)))
             operators[f"mlp.experts.{side}"] = replace(operator, count=gate.weight.shape[0])
         if (score := getattr(moe, "shared_expert_gate", None)) is not None:
-            operators["mlp.shared_experts.score"] = self.read_weighted(score)
+            operators["mlp.shared_experts.score"] = replace(self.read_weighted(score), kernel=kernel_identity.identify_score())
         if (correction := self.read_tensor(getattr(gate, "e_score_correction_bias", None))) is not None:
             router = router.with_inputs(bias=correction)
         return {"mlp.router": router, **operators}
@@ -157,6 +169,7 @@ class _Reader(Reader):
         by_tree = weight_name == "w2_weight" or path.endswith(("o_proj", "out_proj", "down_proj"))  # ranks hold columns of these weights
         by_tree = by_tree and tree_reduction.is_summed_by_tree(module.quant_method)
         operator = replace(self.read_weighted(module, x, weight), detail=f"{type(module).__name__}, {method}", by_tree=by_tree)
+        operator = replace(operator, kernel=kernel_identity.identify_linear(module, by_tree))
         adapter, _ = (self.read_tensor(getattr(module, weight_name.removesuffix("weight") + name, None)) for name in NAMES)
         if weight.dtype.itemsize == 1:
             scales = (getattr(module, f"{weight_name}_{suffix}", None) for suffix in ("scale_inv", "scale"))

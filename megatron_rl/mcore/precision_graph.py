@@ -14,12 +14,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.linear import make_grouped_backend
+from megatron_rl.mcore import kernel_identity
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.linear.output_layer import ValueHead
 from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.precision.graph.decoder import DECAY, Gradients, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
+from megatron_rl.precision.graph.kernels import Kernel
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from parallel.mtp_layers import MEGATRON_PREFIX
@@ -42,17 +44,20 @@ class _Reader(Reader):
         dtype = model.config.pipeline_dtype if embedding is None else embedding.word_embeddings.weight.dtype
         self.hidden = TensorPrecision(dtype_name(dtype))
         self.residual = FP32 if model.config.fp32_residual_connection else self.hidden
+        self.on_gpu = next(model.parameters()).is_cuda
 
     def read_graph(self) -> PrecisionGraph:
-        model, ends = self.model, {}
+        model, ends, on_gpu = self.model, {}, self.on_gpu
         if (embedding := getattr(model, "embedding", None)) is not None:
-            ends["embedding"] = self.read_weighted(embedding.word_embeddings).with_inputs(x=None)
+            ends["embedding"] = replace(self.read_weighted(embedding.word_embeddings).with_inputs(x=None), kernel=kernel_identity.EMBEDDING)
         if (head := getattr(model, "output_layer", None)) is not None:
-            ends["norm"] = self.read_weighted(model.decoder.final_layernorm, self.residual)
+            norm = model.decoder.final_layernorm
+            ends["norm"] = replace(self.read_weighted(norm, self.residual), kernel=self.identify("norm", norm))
             if isinstance(head, ValueHead):
                 ends |= {"value_head": self.read_weighted(head), "values": Operator({"x": FP32})}
             else:
-                ends |= {"lm_head": self.read_lm_head(head), "logprobs": Operator({"x": self.hidden})}
+                scores = Operator({"x": self.hidden}, kernel=kernel_identity.identify_scores(on_gpu))
+                ends |= {"lm_head": self.read_lm_head(head), "logprobs": scores}
         return self.connect({layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
@@ -65,12 +70,17 @@ class _Reader(Reader):
         if isinstance(_require_class(mlp, MLP, MoELayer), MoELayer):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)
+        kernels = kernel_identity.identify_rest(layer, self.model, self.on_gpu)
         if isinstance(attention, GatedDeltaNetLayer):
-            return LayerPrecision(operators | self.read_delta(attention), self.residual, None, logits=logits)
+            return LayerPrecision(operators | self.read_delta(attention), self.residual, None, logits=logits, kernels=kernels)
         cache, core = self.read_cache(attention.core_attention), type(attention.core_attention).__name__
         sinks = attention.core_attention.softmax_offset
         beside = None if sinks is None else self.read_sinks(sinks)
-        return LayerPrecision(operators, self.residual, cache, core, logits, attention.config.attention_output_gate, beside)
+        gated = attention.config.attention_output_gate
+        return LayerPrecision(operators, self.residual, cache, core, logits, gated, beside, kernels)
+
+    def identify(self, kind: str, module: Any) -> Kernel:
+        return kernel_identity.identify_norm(kind, module, self.on_gpu)
 
     def read_sinks(self, sinks: Any) -> Operator:
         format, hidden = self.read_tensor(sinks), self.hidden
@@ -104,7 +114,8 @@ class _Reader(Reader):
         router, experts = moe.router, getattr(moe.experts, "local_experts", None)
         if experts is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
-        operators = {"mlp.router": self.read_weighted(router)}
+        product = kernel_identity.identify_linear(router, False, self.on_gpu)
+        operators = {"mlp.router": replace(self.read_weighted(router), kernel=product)}
         if (correction := self.read_tensor(getattr(router, "expert_bias", None))) is not None:
             operators["mlp.router"] = operators["mlp.router"].with_inputs(bias=correction)
         for side, module in (("gate_up", "linear_fc1"), ("down", "linear_fc2")):
@@ -117,7 +128,7 @@ class _Reader(Reader):
                 operator = replace(operator, detail=f"{type(layers[0]).__name__}, {type(backend).__name__}")
             operators[f"mlp.experts.{side}"] = operator
         if (gate := getattr(moe.shared_experts, "gate_weight", None)) is not None:
-            operators["mlp.shared_experts.score"] = self.read_weighted(moe.shared_experts, weight=gate)
+            operators["mlp.shared_experts.score"] = replace(self.read_weighted(moe.shared_experts, weight=gate), kernel=product)
         return operators
 
     def read_linear(self, module: Any) -> Operator:
@@ -142,7 +153,8 @@ class _Reader(Reader):
             operator = operator.with_inputs(**{name: self.read_tensor(getattr(module, name)) for name in NAMES})
             gradients = replace(gradients, dy_wgrad=hidden, x=hidden, grad=grad, master=master, trained=NAMES)
         by_tree = isinstance(module, TreeRowParallelLinear) and module.config.sums_by_tree
-        return replace(operator, gradients=gradients, by_tree=by_tree)
+        kernel = kernel_identity.identify_linear(module, by_tree, self.on_gpu)
+        return replace(operator, gradients=gradients, by_tree=by_tree, kernel=kernel)
 
     def read_weighted(self, module: Any, x: TensorPrecision | None = None, weight: Any = None) -> Operator:
         operator = super().read_weighted(module, x, weight)
@@ -157,7 +169,8 @@ class _Reader(Reader):
         operator = self.read_weighted(head, weight=self.model.shared_embedding_or_output_weight())
         assert operator.gradients is not None
         gradients = replace(operator.gradients, master=operator.inputs["weight"])  # the embedding has the master
-        return replace(operator, detail=f"{operator.detail}, tied", gradients=gradients)
+        kernel = kernel_identity.identify_linear(head, False, self.on_gpu)
+        return replace(operator, detail=f"{operator.detail}, tied", gradients=gradients, kernel=kernel)
 
 
 def _gradient_and_master(weight: Any) -> tuple[TensorPrecision, TensorPrecision]:

@@ -4,9 +4,10 @@ and layers. `decoder_graph` adds the edges of the forward pass, and those of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorPrecision
+from megatron_rl.precision.graph.kernels import Kernel
 from parallel.adapters import NAMES
 
 DECAY = ("A_log", "dt_bias")
@@ -112,6 +113,7 @@ class Operator:
     gradients: Gradients | None = None
     by_tree: bool = False  # whether a linear layer sums by the tree of the contract (`kernels.sums.reference`)
     count: int = 1  # number of equal experts
+    kernel: Kernel | None = None  # what computes it
 
     def with_inputs(self, **inputs: TensorPrecision | None) -> Operator:
         """Return the operator with some inputs replaced, added, or removed if None."""
@@ -129,6 +131,7 @@ class LayerPrecision:
     logits: TensorPrecision | None = None  # logits of the router
     gated: bool = False  # whether a gate multiplies the attention's output
     beside: Operator | None = None  # the attention's sinks, and their gradients
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)  # operator or kind -> what computes it, if the operator has none
 
     def complete(self, hidden: TensorPrecision) -> dict[str, Operator]:
         """Return all operators, including those without weights."""
@@ -169,7 +172,7 @@ def decoder_graph(hidden: TensorPrecision, layers: Mapping[int, LayerPrecision],
     builder = _Builder(hidden)
     for number, layer in sorted(layers.items()):
         source = f"layers.{number - 1}.{_RESIDUAL}" if number else "embedding"
-        builder.add(LAYER, layer.complete(hidden), f"layers.{number}.", source)
+        builder.add(LAYER, layer.complete(hidden), f"layers.{number}.", source, layer.kernels)
     builder.add(_ENDS, ends, "", f"layers.{max(layers)}.{_RESIDUAL}" if layers else "embedding")
     if builder.gradients:
         builder.add_backward()
@@ -182,20 +185,23 @@ class _Builder:
         self.nodes, self.edges = dict[str, Node](), list[Edge]()
         self.gradients, self.linears = dict[str, Gradients](), dict[str, Gradients]()  # of all operators, of linear layers
 
-    def node(self, name: str, op: str, count: int = 1, detail: str = "") -> str:
-        self.nodes[name] = Node(name, op, count, detail)
+    def node(self, name: str, op: str, count: int = 1, detail: str = "", kernel: Kernel | None = None) -> str:
+        self.nodes[name] = Node(name, op, count, detail, kernel)
         return name
 
     def edge(self, source: str, target: str, tensor: str, format: TensorPrecision, phase: str = FORWARD) -> None:
         self.edges.append(Edge(source, target, tensor, format, phase))
 
-    def add(self, table: Table, operators: Mapping[str, Operator], prefix: str, source: str) -> None:
+    def add(
+        self, table: Table, operators: Mapping[str, Operator], prefix: str, source: str, kernels: Mapping[str, Kernel] | None = None
+    ) -> None:
         """Add the operators that the table names. `source` produces their `input`."""
         names = {"input": source, **{name: prefix + name for name in operators}}
         for name, (kind, producers) in table.items():
             if (operator := operators.get(name)) is None:
                 continue
-            target = self.node(names[name], "tree_linear" if operator.by_tree else kind, operator.count, operator.detail)
+            kernel = operator.kernel or (kernels or {}).get(name) or (kernels or {}).get(kind)
+            target = self.node(names[name], "tree_linear" if operator.by_tree else kind, operator.count, operator.detail, kernel)
             for tensor, format in operator.inputs.items():
                 if tensor in _PARAMETERS:
                     producer = self.node(f"{target}.{tensor}", "weight", operator.count)

@@ -12,15 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from megatron_rl.errors import RunError
+from megatron_rl.precision.graph.kernels import Kernel, Machine, compare, join_machines
 from parallel.layout import format_numbers
 
 FORWARD = "forward"
 _OUTSIDE = -1  # layer of the operators outside of the layers
+_WITHOUT_KERNEL = ("weight", "add")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -38,12 +40,14 @@ class TensorPrecision:
 
 @dataclass(frozen=True)
 class Node:
-    """An operator or a weight. `count` is the number of equal experts. `detail`, the class of the module, is shown but not compared."""
+    """An operator or a weight. `count` is the number of equal experts. `detail`, the class of the module, is shown but not compared.
+    `compare_kernels` compares `kernel`."""
 
     name: str
     op: str
     count: int = 1
     detail: str = ""
+    kernel: Kernel | None = None
 
     def __str__(self) -> str:
         return f"{self.op} x{self.count}" if self.count > 1 else self.op
@@ -75,11 +79,12 @@ class Edge:
 class PrecisionGraph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    machine: Machine = Machine()
 
     def select_forward(self) -> PrecisionGraph:
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
-        return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
+        return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges, self.machine)
 
 
 GRAPH_JSON = TypeAdapter(PrecisionGraph)  # a graph as JSON text and back
@@ -88,12 +93,13 @@ GRAPH_JSON = TypeAdapter(PrecisionGraph)  # a graph as JSON text and back
 def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
     """Merge the graphs of the ranks of a model. Raise RunError if two ranks disagree about a node or an edge."""
     merged: dict[tuple[str, ...], Node | Edge] = {}
+    parts = list(parts)
     for entry in chain[Node | Edge](*(entries for part in parts for entries in (part.nodes, part.edges))):
         if (other := merged.setdefault(entry.key, entry)) != entry:
             subject = " -> ".join(entry.key[:2]) + "".join(f" ({tensor})" for tensor in entry.key[2:3])
             raise RunError(f"the trainer's precision graph: ranks disagree about {subject}: {other} and {entry}")
     edges = tuple(entry for entry in merged.values() if isinstance(entry, Edge))
-    return PrecisionGraph(tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges)
+    return PrecisionGraph(tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges, join_machines(part.machine for part in parts))
 
 
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
@@ -111,6 +117,34 @@ def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> l
         layers = layers_by_text.setdefault(f"{subject} is {in_rollout} in the rollout, {in_training} in training", [])
         layers.extend([layer] if layer != _OUTSIDE else [])
     return [f"{format_title(layers)}: {text}" if layers else text for text, layers in layers_by_text.items()]
+
+
+class KernelVerdict(NamedTuple):
+    """Kernels of equal operators of several layers, and whether they are the same."""
+
+    operator: str  # with its layers
+    rollout: Kernel | None
+    training: Kernel | None
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{self.operator}: the engine computes with {self.rollout or 'an unknown kernel'}, the trainer with {self.training}"
+
+
+def compare_kernels(rollout: PrecisionGraph, training: PrecisionGraph) -> list[KernelVerdict]:
+    """Return a verdict for each kind of operator of the rollout, in the order of the graph. Additions to the residual stream, which have
+    one rounding and no order, and weights have no kernel."""
+    found, own = dict[tuple[Any, ...], list[int]](), {node.name: node.kernel for node in rollout.nodes}
+    for node in training.select_forward().nodes:
+        if node.op in _WITHOUT_KERNEL or node.name not in own:
+            continue
+        layer, name = _split_name(node.name)
+        found.setdefault((name, own[node.name], node.kernel), []).append(layer)
+    verdicts = []
+    for (name, engine, trainer), layers in found.items():
+        title = "" if layers == [_OUTSIDE] else f"{format_title(layers)}: "
+        verdicts.append(KernelVerdict(f"{title}{name}", engine, trainer, compare(engine, trainer)))
+    return verdicts
 
 
 def fold_layers(*graphs: PrecisionGraph) -> list[tuple[tuple[int, ...], list[PrecisionGraph]]]:

@@ -4,6 +4,7 @@ parameter that no known operator uses is refused: an incomplete graph proves not
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ import torch
 from megatron_rl.errors import RunError
 from megatron_rl.precision.graph.decoder import LAYER, LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
+from megatron_rl.precision.graph.kernels import Kernel, digest, read_machine
 from parallel.formats import FORMATS
 
 FP32 = TensorPrecision("fp32")
+TABLE_ROWS = 128  # positions of a rotary table that are compared
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,6 +69,12 @@ def check_scales(scale: torch.Tensor, promised: str) -> str:
     return "fp32" if promised == "pow2" and bool((scale.view(torch.int32) & 0x7FFFFF).any()) else promised  # bits of the mantissa
 
 
+def digest_table(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return the name of a table of cosines and sines `[positions, pairs]`, by the values of its first positions in `dtype`."""
+    rows = torch.stack([table[:TABLE_ROWS].to("cpu", dtype).float() for table in (cos, sin)])
+    return f"table {digest(rows.numpy().tobytes())}"
+
+
 class Reader:
     """Reads a model's operators and remembers the tensors that they use."""
 
@@ -73,6 +82,7 @@ class Reader:
     skipped: tuple[str, ...] = ()  # prefixes of parameters that the other side does not have
     model: Any
     read_linear: Callable[..., Operator]  # reads a linear layer, quantized or not
+    identify: Callable[[str, Any], Kernel]  # returns what computes an operator of a kind ("norm", "linear") that is this module
     read_residual: Callable[[Any], TensorPrecision]  # returns the format of the residual stream that a norm reads
     hidden: TensorPrecision  # activations between operators
 
@@ -84,7 +94,7 @@ class Reader:
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in self.seen and not name.startswith(self.skipped):
                 raise RunError(f"the precision graph has no operator that uses the {self.side} parameter {name}")
-        return decoder_graph(self.hidden, layers, ends)
+        return replace(decoder_graph(self.hidden, layers, ends), machine=read_machine(torch))
 
     def read_modules(self, layer: Any) -> dict[str, Operator]:
         """Read those operators of a layer that are modules."""
@@ -93,7 +103,8 @@ class Reader:
             modules = (_find_module(layer, path) for path in columns.get(self.side, ()))
             if (module := next((module for module in modules if module is not None), None)) is not None:
                 x = self.read_residual(module) if name in ("input_norm", "post_attention_norm") else None
-                operators[name] = self.read_weighted(module, x) if name.endswith("norm") else self.read_linear(module)
+                operator = self.read_weighted(module, x) if name.endswith("norm") else self.read_linear(module)
+                operators[name] = operator if operator.kernel else replace(operator, kernel=self.identify(name, module))
         return operators
 
     def read_weighted(self, module: Any, x: TensorPrecision | None = None, weight: Any = None) -> Operator:
