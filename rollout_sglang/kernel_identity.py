@@ -1,5 +1,5 @@
-"""Which kernels the engine's live modules compute with (`megatron_rl.precision.graph.kernels`): read from the methods that SGLang has chosen
-for each module, and from the hooks that its `HookRegistry` has put around them. A method without a hook is a kernel of SGLang's own."""
+"""Which kernels the engine's live modules compute with (`precision.graph.kernels`): read from the methods that SGLang has chosen for each
+module, and from the hooks that its `HookRegistry` has put around them. A method without a hook is a kernel of SGLang's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,12 +34,13 @@ from megatron_rl.precision.graph.kernels import (
 from megatron_rl.precision.graph.reader import digest_table
 from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_kernels
 
-COMPUTES: dict[Callable[..., Any], Callable[..., Any]] = {
+COMPUTES: dict[Any, Callable[..., Any]] = {
     cpu_kernels.apply_block_fp8_linear: linear.fprop,
     cpu_kernels.apply_int8_linear: int8.int8_matmul,
     cpu_kernels.apply_plain_linear: batch_invariant.invariant_matmul,
     cpu_kernels.apply_rms_norm: batch_invariant.rms_norm,
     cpu_kernels.compute_lm_head: batch_invariant.invariant_matmul,
+    cpu_kernels.multiply_invariantly: batch_invariant.multiply_heads,
     cpu_kernels.run_extend_attention: batch_invariant.attention,
     cpu_kernels.run_decode_attention: batch_invariant.attention,
     cpu_moe.apply_block_fp8: linear.fprop,
@@ -58,12 +59,10 @@ COMPUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     gpu_kernels.rotate: heads.turn_heads,
 }
 """Function of this project in the engine -> the trainer's function that it computes with."""
-_BY_TREE = {
-    linear.fprop: (linear.fprop_by_tree, tree.multiply_blocks),
-    batch_invariant.invariant_matmul: (tree.multiply, tree.multiply),
-}
-"""Product -> the same with sums by the tree on a CPU and on a GPU."""
+_BY_TREE: dict[Any, Any] = {linear.fprop: linear.fprop_by_tree, batch_invariant.invariant_matmul: tree.multiply}
+"""Product on a CPU -> the same with sums by the tree."""
 _ORDERS = {"SiluAndMul.forward_native": ROUNDED_SILU, "SiluAndMul.forward_cpu": ROUNDED_SILU}
+_ROUNDED_ROTATIONS = ("RotaryEmbedding.forward_native", "DeepseekScalingRotaryEmbedding.forward_native")
 _DEEP_GEMM = "deepgemm_w8a8_block_fp8_linear_with_fallback"
 
 
@@ -110,16 +109,17 @@ def identify_linear(module: Any, by_tree: bool) -> Kernel:
     if function.__name__ == _DEEP_GEMM and find_hook(function) is None and not by_tree:
         pow2 = getattr(getattr(method, "quant_config", None), "scale_fmt", None) == "ue8m0"
         return Kernel("deep_gemm.fp8_gemm_nt", find_package("deep_gemm"), BLOCKS_OF_K if pow2 else "")
-    computes = COMPUTES.get(find_hook(function) or function)
+    computes: Any = COMPUTES.get(find_hook(function) or function)
     if by_tree and torch.cuda.is_available():
-        return identify(tree.multiply if name == "UnquantizedLinearMethod" else tree.multiply_blocks, on_gpu=True)
-    return identify(_BY_TREE[computes][0]) if by_tree and computes in _BY_TREE else identify_live(function)
+        product: Any = tree.multiply if name == "UnquantizedLinearMethod" else tree.multiply_blocks
+        return identify(product, on_gpu=True)
+    return identify(_BY_TREE[computes]) if by_tree and computes in _BY_TREE else identify_live(function)
 
 
 def identify_ends(model: Any, runner: Any) -> tuple[Kernel, Kernel]:
     """Return what computes logits and log-probs."""
     sampler = unwrap(type(runner.sampler).forward)
-    scores = {cpu_kernels.sample: tree.log_softmax, gpu_kernels.sample: vocabulary.summarize}.get(find_hook(sampler))
+    scores: Any = {cpu_kernels.sample: tree.log_softmax, gpu_kernels.sample: vocabulary.summarize}.get(find_hook(sampler))
     head = type(model.logits_processor)._compute_lm_head
     on_gpu = torch.cuda.is_available()
     return identify_live(head), identify(scores, VOCABULARY_TREE, on_gpu) if scores else identify_live(sampler)
@@ -160,7 +160,9 @@ def identify_rest(layer: Any, backend: Any, by_tree: bool, dtype: torch.dtype) -
     if (delta_net := getattr(layer, "linear_attn", None)) is not None:
         kind = type(getattr(backend, "linear_attn_backend", backend))
         found = {identify_live(getattr(kind, name)) for name in ("forward_extend", "forward_decode")}
-        return kernels | dict.fromkeys(("causal_conv", "gated_delta"), found.pop() if len(found) == 1 else identify_live(type(delta_net).forward))
+        return kernels | dict.fromkeys(
+            ("causal_conv", "gated_delta"), found.pop() if len(found) == 1 else identify_live(type(delta_net).forward)
+        )
     return kernels | {"rope": identify_rotation(attention.rotary_emb, dtype)}
 
 
@@ -168,7 +170,7 @@ def _identify_experts(experts: Any, by_tree: bool) -> dict[str, Kernel]:
     function = unwrap(type(experts.quant_method).apply)
     if find_hook(function) not in (cpu_moe.apply_block_fp8, cpu_moe.apply_unquantized, cpu_moe.apply_int8):
         return dict.fromkeys(("mlp.experts.swiglu", "weighted_sum"), identify_live(function))
-    clamps = experts.moe_runner_config.gemm1_alpha is not None
+    clamps = experts.quant_method.moe_runner_config.gemm1_alpha is not None
     activation = identify(clamped.clamped_swiglu) if clamps else identify(cpu_moe._silu_and_multiply, ROUNDED_SILU)
     sums = identify(expert_sum.sum_experts) if by_tree else identify(cpu_moe.run_experts, SUMS_BY_EXPERT)
     return {"mlp.experts.swiglu": activation, "weighted_sum": sums}
@@ -177,6 +179,9 @@ def _identify_experts(experts: Any, by_tree: bool) -> dict[str, Kernel]:
 def identify_rotation(embedding: Any, dtype: torch.dtype) -> Kernel:
     """Return what rotates queries and keys, with the live table."""
     cos, sin = embedding.cos_sin_cache.chunk(2, -1)
+    method = unwrap(find_method(embedding))
     if torch.cuda.is_available():
-        return identify_live(find_method(embedding), digest_table(cos, sin, torch.float32))
-    return identify_live(find_method(embedding), f"{ROUNDED_ROTATION}, {digest_table(cos, sin, dtype)}")
+        return identify_live(method, digest_table(cos, sin, torch.float32))
+    rounds = method.__qualname__ in _ROUNDED_ROTATIONS and find_hook(method) is None
+    table = digest_table(cos, sin, dtype)
+    return identify_live(method, f"{ROUNDED_ROTATION}, {table}" if rounds else table)

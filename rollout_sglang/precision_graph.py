@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.precision.graph.decoder import DECAY, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, check_scales, dtype_name, unquantized_format
 from megatron_rl.precision.graph.kernels import Kernel
+from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from rollout_sglang import kernel_identity
 from rollout_sglang.hooks import e4m3_cache, tree_reduction
@@ -126,6 +126,8 @@ class _Reader(Reader):
             raise ValueError("the engine quantizes latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         up, absorbed = operators.pop("attention.kv_b"), self.runner.device == "cpu"
         if attention.w_kc is not None:
+            if absorbed:
+                up = replace(up, kernel=kernel_identity.identify_live(type(attention).forward_absorb_core))
             up = replace(up, detail="absorbed into the attention").with_inputs(x=self.hidden if absorbed else self.read_cache(attention))
         return operators | dict.fromkeys(("attention.kv_b.k", "attention.kv_b.v") if absorbed else ("attention.kv_b",), up)
 

@@ -59,6 +59,8 @@ def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | Non
     if json_file is not None:
         json_file.write_text(json.dumps(comparison.to_json(), indent=1), encoding="utf-8")
         print(f"written: {json_file}")
+    for line in comparison.other_kernels:
+        print(f"kernels: {line}")
     if not differences:
         print("The rollout's graph is a subgraph of the training's forward pass.")
         return True

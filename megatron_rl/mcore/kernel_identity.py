@@ -1,5 +1,5 @@
-"""Which kernels the trainer's live modules compute with (`precision.graph.kernels`). An operator that this file does not know is named by its
-class, so it differs from every kernel of an engine."""
+"""Which kernels the trainer's live modules compute with (`precision.graph.kernels`). What this file does not know is named by its class, so
+it differs from every kernel of an engine."""
 
 from typing import Any
 
@@ -39,6 +39,7 @@ from megatron_rl.precision.graph.kernels import (
 from megatron_rl.precision.graph.reader import TABLE_ROWS, digest_table
 
 EMBEDDING = identify(F.embedding, LOOKUP)
+HEADS = identify(batch_invariant.multiply_heads)  # products of absorbed latents, head by head
 
 
 def identify_norm(name: str, module: Any, on_gpu: bool) -> Kernel:

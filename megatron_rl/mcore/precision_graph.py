@@ -66,7 +66,8 @@ class _Reader(Reader):
         if isinstance(attention, MLASelfAttention) and "attention.q_norm" in operators:
             operators["attention.q_a_norm"] = operators.pop("attention.q_norm")
         if isinstance(attention, AbsorbedLatentAttention):
-            operators["attention.kv_b.k"] = operators["attention.kv_b.v"] = operators.pop("attention.kv_b")
+            up = replace(operators.pop("attention.kv_b"), kernel=kernel_identity.HEADS)
+            operators["attention.kv_b.k"] = operators["attention.kv_b.v"] = up
         if isinstance(_require_class(mlp, MLP, MoELayer), MoELayer):
             logits = TensorPrecision(mlp.router.config.moe_router_dtype or self.hidden.dtype)
             operators |= self.read_experts(mlp)

@@ -37,6 +37,10 @@ def _find_head_width(facts: Facts) -> int | None:
     return max(widths, default=None)
 
 
+def _find_other(value: Any, supported: str) -> Any:
+    return None if value == supported else value
+
+
 ANYWHERE = (
     Limit(
         "precision.mode",
@@ -118,7 +122,7 @@ ON_GPUS = (
     ),
     Limit(
         "rollout.sglang.attention_backend",
-        lambda facts: {"fa3": None}.get(name := facts.config.rollout.sglang.get("attention_backend"), name),
+        lambda facts: _find_other(facts.config.rollout.sglang.get("attention_backend"), "fa3"),
         "is another kernel than the trainer's FlashAttention 3, which precision.reduction = 'ranks' needs",
         "leave it out",
     ),

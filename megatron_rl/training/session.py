@@ -171,13 +171,13 @@ class Session:
         sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify, check_loaded)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
-        check_graph(actor.model, engines, contract, self.folder)
+        exact = promises_exactness(config, hf_config)
+        check_graph(actor.model, engines, contract, self.folder, exact or contract.sums_by_ranks)
         if critic is not None:
             write_critic_graph(critic.model, self.folder)
         self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        exact = promises_exactness(config, hf_config)
         bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
         checks = bound, draw_check, OldLogprobs(config, exact)

@@ -35,7 +35,7 @@ def check_graphs(folder, plant=""):
     """Compare the live graphs as at the start of a run."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
-        check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
+        check_graph(trainer.model, current().rank0_engines, trainer.contract, folder, exact=True)
 
 
 def assert_same(world, version):
@@ -61,6 +61,10 @@ def test_what_was_just_started_passes_all_checks_and_the_live_graphs_are_alike(u
     line = r"mlp.down.weight -> mlp.down \(weight\) is e4m3 128x128 pow2 in the rollout, e4m3 64x64 pow2 in training"
     with pytest.raises(RunError, match=rf"not a subgraph of the training graph: layer 0: .*{line}"):
         unified.call(check_graphs, tmp_path, "granularity")
+    assert {each["verdict"] for each in written["kernels"]} == {"same kernel", "same order"} and len(written["kernels"]) == 15
+    line = r"promises a mismatch of 0, but norm: the engine computes with kernels.batch_invariant.rms_norm .*, the trainer with torch"
+    with pytest.raises(RunError, match=line):
+        unified.call(check_graphs, tmp_path, "another norm")
 
 
 def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):

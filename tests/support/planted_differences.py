@@ -45,7 +45,14 @@ def _smaller_blocks(change, _, last):
     change(layer, "scale", layer.blocks.scale.repeat_interleave(2, 0).repeat_interleave(2, 1))
 
 
+def _other_norm(change, model, _):
+    """Compute the final norm by PyTorch's own function."""
+    norm = model.decoder.final_layernorm
+    change(norm, "__class__", type(type(norm).__name__, (type(norm),), {"forward": torch.nn.RMSNorm.forward}))
+
+
 _PLANTS = {
+    "another norm": _other_norm,
     "granularity": _smaller_blocks,
     "weight scales": lambda change, _, last: change(last.mlp.linear_fc1, "scale", last.mlp.linear_fc1.scale * 1.1),
     "activation scales": _activation_scales,

@@ -329,8 +329,8 @@ def converse(prompts, version, tokens, turns):
 
 
 def compare_graphs(plant=""):
-    """Return the lines of differences, the trainer's graph, and the graph of engine rank 0."""
+    """Return the lines of differences, of precision and of kernels, the trainer's graph, and the graph of engine rank 0."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
         comparison = GraphComparison(read_training_graph(trainer.model).value, tuple(current().engines.read_graph()))
-    return comparison.differences, comparison.training, comparison.rollout[0]
+    return comparison.differences + comparison.other_kernels, comparison.training, comparison.rollout[0]

@@ -22,6 +22,7 @@ from parallel.layout import format_numbers
 
 FORWARD = "forward"
 _OUTSIDE = -1  # layer of the operators outside of the layers
+_UNKNOWN_MACHINE = Machine()  # of graphs that were not read from live models
 _WITHOUT_KERNEL = ("weight", "add")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -79,7 +80,7 @@ class Edge:
 class PrecisionGraph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    machine: Machine = Machine()
+    machine: Machine = _UNKNOWN_MACHINE
 
     def select_forward(self) -> PrecisionGraph:
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
@@ -99,7 +100,9 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
             subject = " -> ".join(entry.key[:2]) + "".join(f" ({tensor})" for tensor in entry.key[2:3])
             raise RunError(f"the trainer's precision graph: ranks disagree about {subject}: {other} and {entry}")
     edges = tuple(entry for entry in merged.values() if isinstance(entry, Edge))
-    return PrecisionGraph(tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges, join_machines(part.machine for part in parts))
+    return PrecisionGraph(
+        tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges, join_machines(part.machine for part in parts)
+    )
 
 
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:

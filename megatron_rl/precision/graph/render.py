@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph, describe_differences, fold_layers, format_title
+from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph, compare_kernels, describe_differences, fold_layers, format_title
+from megatron_rl.precision.graph.kernels import SAME_KERNEL, SAME_ORDER
 
 _SVG = """<svg viewBox="0 0 {width} {height}" width="{width}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font-family: monospace; font-size: {char_height}px; line-height: {line_height}px; }} {styles}</style>
@@ -38,6 +39,20 @@ def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Con
         for table in (forward, backward):
             if table.row_count:
                 console.print(table, Text())
+    print_kernels(training, rollout, console)
+
+
+def print_kernels(training: PrecisionGraph, rollout: PrecisionGraph, console: Console) -> None:
+    """Print the verdict about the kernels of each operator, and both kernels if they are not the same."""
+    table = Table("operator", "verdict", "training", "rollout", title="kernels", title_justify="left", box=None, pad_edge=False)
+    for each in compare_kernels(rollout, training):
+        if each.training is each.rollout is None:  # graphs that were not read from live models
+            continue
+        style = {SAME_KERNEL: "", SAME_ORDER: "dark_orange"}.get(each.verdict, "bold red")
+        names = [kernel.name if kernel else "unknown" for kernel in (each.training, each.rollout)]
+        table.add_row(each.operator, Text(each.verdict, style), names[0], "" if each.verdict == SAME_KERNEL else names[1])
+    if table.row_count:
+        console.print(table, Text())
 
 
 def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:

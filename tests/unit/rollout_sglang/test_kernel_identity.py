@@ -1,0 +1,76 @@
+"""Kernels of SGLang's live modules, with and without the hooks, as on a GPU and on a CPU."""
+
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from support.processes import call_in_fresh_process
+
+from megatron_rl.kernels.heads import reference as heads
+from megatron_rl.kernels.norm import reference as norm
+from megatron_rl.kernels.swiglu import reference as swiglu
+from megatron_rl.precision.graph.kernels import identify
+from rollout_sglang.platform import stub_modules
+
+
+class OtherBackend:
+    def forward_extend(self):
+        return 0
+
+    def forward_decode(self):
+        return 1
+
+
+def patch(target, function, kind):
+    """Patch as the registry of an engine does."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry._apply_target(target, [(HookType[kind], function, None)])
+
+
+def a_live_module_is_named_by_its_hook_or_by_sglangs_method():
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.models import utils
+
+    from rollout_sglang import kernel_identity
+    from rollout_sglang.hooks import gpu_kernels
+
+    torch.cuda.is_available = lambda: True
+    module, activation = RMSNorm(8), SiluAndMul()
+    module._forward_method, activation._forward_method = module.forward_cuda, activation.forward_cuda
+    assert kernel_identity.identify_norm("norm", module).name == "sglang.srt.layers.layernorm.RMSNorm.forward_cuda"
+    assert kernel_identity.identify_norm("attention.q_norm", module).name == "sglang.srt.models.utils.apply_qk_norm"
+    patch("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", gpu_kernels.apply_rms_norm, "AROUND")
+    patch("sglang.srt.models.utils.apply_qk_norm", gpu_kernels.apply_head_norms, "AROUND")
+    patch("sglang.srt.layers.activation.SiluAndMul.forward_cuda", gpu_kernels.multiply_by_gate, "REPLACE")
+    assert kernel_identity.identify_norm("norm", module).name.startswith("sglang."), "the method was bound before"
+    module._forward_method, activation._forward_method = module.forward_cuda, activation.forward_cuda
+    assert kernel_identity.identify_norm("norm", module) == identify(norm.normalize, on_gpu=True)
+    assert kernel_identity.identify_norm("attention.k_norm", module) == identify(heads.normalize_heads, on_gpu=True)
+    assert kernel_identity.find_hook(utils.apply_qk_norm) is gpu_kernels.apply_head_norms
+    assert kernel_identity.identify_live(kernel_identity.find_method(activation)) == identify(swiglu.multiply, on_gpu=True)
+    activation.enter_torch_compile(num_tokens=1)
+    assert kernel_identity.identify_live(kernel_identity.find_method(activation)).name.endswith("SiluAndMul.forward_native")
+
+
+def attention_is_named_by_backend_and_splits():
+    from rollout_sglang.kernel_identity import identify_attention
+
+    flash, split = (identify_attention(SimpleNamespace(num_splits=number)) for number in (1, 0))
+    assert flash.name == split.name == "sgl_kernel.flash_attn" and flash != split
+    name = identify_attention(OtherBackend()).name
+    assert "OtherBackend.forward_decode and " in name and name.endswith("OtherBackend.forward_extend"), "two kernels are no common one"
+
+
+@pytest.mark.parametrize("case", [a_live_module_is_named_by_its_hook_or_by_sglangs_method, attention_is_named_by_backend_and_splits])
+def test_in_a_process_of_its_own(case):
+    call_in_fresh_process(in_stubbed_process, case, OMP_NUM_THREADS="1", SGLANG_USE_CPU_ENGINE="1")
+
+
+def in_stubbed_process(case):
+    stub_modules.install()
+    sys.modules["sgl_kernel"] = MagicMock()
+    case()
