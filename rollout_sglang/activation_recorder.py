@@ -34,7 +34,7 @@ class ActivationRecorder:
         keys = 1 if getattr(config, "kv_lora_rank", None) else config.num_key_value_heads
         per_head = 1 + any(getattr(module, "attn_output_gate", False) for module in model.modules())
         self._heads = RankHeads(rank, size, config.num_attention_heads * per_head, keys)
-        self._sums_are_whole = size == 1 or tree_reduction.sums_by_tree()
+        self._sums_are_whole = size == 1 or tree_reduction.sums_by_tree() or tree_reduction.count_slices(size) > 0
         self._rows = RowRecorder()
         self._tokens: list[tuple[int, int, int]] = []  # of every row: SGLang's slot of the request, position, token
         self._sequence = torch.empty(0, dtype=torch.long)  # rows of the sequence that was asked for last

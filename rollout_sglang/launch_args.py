@@ -32,6 +32,7 @@ from megatron_rl.rollout.engine_placement import (
     place_engine,
 )
 from parallel.attention import GatedDeltaNet, LatentAttention
+from parallel.row_sums import count_parts
 from rollout_sglang import scoring
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
@@ -162,6 +163,8 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
     contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
     order = "tree" if contract.sums_by_tree else "ranks" if contract.sums_by_ranks else "fast"
     contracted |= {tree_reduction.REDUCTION_VARIABLE: order, e4m3_cache.KV_VARIABLE: contract.kv}
+    if contract.sums_by_ranks:
+        contracted[tree_reduction.PARTS_VARIABLE] = str(count_parts(config.train.layout.tp, rollout.tp))
     if (lora := config.lora) is not None:
         contracted[adapters.LORA_VARIABLE] = adapters.describe(lora.rank, lora.scale, lora.targets)
     if torch.cuda.is_available():

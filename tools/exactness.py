@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from megatron_rl.config import Config  # sets how threads wait, so it comes before torch
+from megatron_rl.config import Config, TrainConfig  # sets how threads wait, so it comes before torch
 
 # isort: split
 import numpy as np
@@ -48,6 +48,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
+from parallel.row_sums import count_parts
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
@@ -105,6 +106,8 @@ MODES: dict[str, dict[str, Any]] = {
     "fp8_layer_kv": {"mode": "fp8_unified", "high": "bf16", "kv": "e4m3_per_layer"},
     "bf16": {"mode": "bf16", "high": "bf16"},
     "fp32": {"mode": "bf16", "high": "fp32"},
+    "fp8_ranks": {"mode": "fp8_unified", "high": "bf16", "scale_format": "pow2", "reduction": "ranks"},
+    "bf16_ranks": {"mode": "bf16", "high": "bf16", "reduction": "ranks"},
 }
 
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
@@ -131,9 +134,17 @@ class Case(NamedTuple):
         facts = Facts(config, hf_config=read_config(self.folder), path=self.folder)
         return next((str(error) for _, error in find_mistakes(facts, Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)), None)
 
+    def count_parts(self, layout: Layout, engine: EngineLayout) -> int:
+        """Return the number of parts of row-parallel sums, by which the bits of "ranks" differ; 1 for other orders."""
+        return count_parts(layout.tp, engine.tp) if MODES[self.mode].get("reduction") == "ranks" else 1
+
     def supports(self, layout: Layout | EngineLayout) -> bool:
         """Return whether the layout makes sense for the family: expert parallelism needs experts."""
         return layout.ep == 1 or ModelGeometry.from_hf_config(read_config(self.folder)).experts is not None
+
+
+Sums = tuple[Case, int]
+"""A case and its `Case.count_parts`."""
 
 
 def write_case(family: str, mode: str, folder: Path) -> Case:
@@ -152,10 +163,11 @@ def write_case(family: str, mode: str, folder: Path) -> Case:
     return Case(family, mode, quantized)
 
 
-def sample(case: Case, engine: EngineLayout, rank: int) -> Samples:
-    """Sync the model from a one-rank trainer into a live engine of this layout and return what the engine samples in two turns."""
+def sample(case: Case, engine: EngineLayout, tp: int, rank: int) -> Samples:
+    """Sync the model from a one-rank trainer into a live engine of this layout, of a run whose trainer has this tp. Return what the engine
+    samples in two turns."""
     start_megatron(Layout(), seed=0)
-    config, (hf_config, contract, shards, model) = case.configure(Layout(), engine), _load(case, Layout())
+    config, (hf_config, contract, shards, model) = case.configure(Layout(tp=tp), engine), _load(case, Layout())
     folder = Path(tempfile.mkdtemp(dir=case.folder.parent))
     write_all_but_weights(folder, describe_weights(hf_config, contract), case.folder)
     server = SGLangEngine(EngineLaunchSpec(config, folder, folder, empty=True))
@@ -188,24 +200,25 @@ def _sample_two_turns(server: SGLangEngine, vocabulary: int) -> Samples:
     return samples
 
 
-def score(layout: Layout, cases: dict[Case, list[Turn]], rank: int) -> dict[Case, Samples]:
+def score(layout: Layout, cases: dict[Sums, list[Turn]], sequence_parallel: bool, rank: int) -> dict[Sums, Samples]:
     """Run on every trainer rank: return the trainer's log-probs of the responses of each case."""
     start_megatron(layout, seed=0)
-    return {case: _score_case(layout, case, turns) for case, turns in cases.items()}
+    return {sums: _score_case(layout, *sums, turns, sequence_parallel) for sums, turns in cases.items()}
 
 
-def _score_case(layout: Layout, case: Case, turns: list[Turn]) -> Samples:
-    *_, model = _load(case, layout)
+def _score_case(layout: Layout, case: Case, parts: int, turns: list[Turn], sequence_parallel: bool) -> Samples:
+    *_, model = _load(case, layout, parts, sequence_parallel)
     samples = [TrainingSample(torch.tensor(prompt), torch.tensor(response)) for prompt, response in turns]
     logprobs, _ = Policy(model, 1.0, micro_batch_tokens=2048).compute_logprobs(samples)  # every replica computes all samples
     return {turn: values.tolist() for turn, values in zip(turns, logprobs, strict=True)}
 
 
-def _load(case: Case, layout: Layout) -> tuple[Any, PrecisionContract, Any, Any]:
+def _load(case: Case, layout: Layout, parts: int = 1, sequence_parallel: bool = True) -> tuple[Any, PrecisionContract, Any, Any]:
     """Return (config.json, contract, shards, model) of this trainer rank."""
     hf_config = read_config(case.folder)
-    contract = PrecisionContract.from_config(case.configure(layout, EngineLayout()).precision)
-    shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
+    contract = PrecisionContract.from_config(case.configure(layout, EngineLayout()).precision, parts)
+    train = TrainConfig.model_validate({"layout": {"sequence_parallel": sequence_parallel}})
+    shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract, train))
     load_checkpoint(model, case.folder, shards)
     if contract.scales_kv_by_layer:
         with renew_scales(model):
@@ -222,26 +235,31 @@ def list_trainer_layouts(whole_experts: bool, tps: list[int], pps: list[int], cp
     ]
 
 
-def run(families: list[str], modes: list[str], trainers: list[Layout], engines: list[EngineLayout], console: Console) -> list[dict]:
+def run(
+    families: list[str], modes: list[str], trainers: list[Layout], engines: list[EngineLayout], sequence_parallel: bool, console: Console
+) -> list[dict]:
     """Return one report for each case, trainer layout, and engine layout."""
     cells = []
     with tempfile.TemporaryDirectory(prefix="megatron-rl-exactness-", ignore_cleanup_errors=True) as name:
         cases = [write_case(family, mode, Path(name)) for family, mode in product(families, modes)]
-        sampled: dict[tuple[Case, EngineLayout], Samples] = {}
+        sampled: dict[tuple[Sums, EngineLayout], Samples] = {}
         for case, engine in product(cases, engines):
-            if case.supports(engine) and case.find_refusal(Layout(), engine) is None:
-                start = time.perf_counter()
-                sampled[case, engine] = run_on_ranks(partial(sample, case, engine), 1)
-                console.print(f"{case.family} {case.mode}: engine {format_layout(engine)} sampled, {time.perf_counter() - start:.0f} s")
+            widths = {case.count_parts(layout, engine): layout.tp for layout in trainers}  # for each number of parts, a trainer's tp
+            for parts, tp in widths.items() if case.supports(engine) else ():
+                if case.find_refusal(Layout() if parts == 1 else Layout(tp=tp), engine) is None:
+                    start = time.perf_counter()
+                    sampled[(case, parts), engine] = run_on_ranks(partial(sample, case, engine, tp), 1)
+                    seconds = time.perf_counter() - start
+                    console.print(f"{case.family} {case.mode}: engine {format_layout(engine)} sampled, parts {parts}, {seconds:.0f} s")
         for layout in trainers:
             supported = [case for case in cases if case.supports(layout)]
-            turns = {  # equal bits sample equal tokens: each distinct turn is scored once
-                case: list(dict.fromkeys(turn for (owner, _), samples in sampled.items() if owner == case for turn in samples))
-                for case in supported
-                if case.find_refusal(layout, EngineLayout()) is None
-            }
+            turns: dict[Sums, list[Turn]] = {}  # equal bits sample equal tokens: each distinct turn is scored once
+            for ((case, parts), engine), samples in sampled.items():
+                fits = case in supported and case.count_parts(layout, engine) == parts
+                if fits and case.find_refusal(layout, EngineLayout()) is None:
+                    turns[case, parts] = list(dict.fromkeys([*turns.get((case, parts), []), *samples]))
             start = time.perf_counter()
-            scored = run_on_ranks(partial(score, layout, turns), layout.world_size) if turns else {}
+            scored = run_on_ranks(partial(score, layout, turns, sequence_parallel), layout.world_size) if turns else {}
             console.print(f"trainer {format_layout(layout)} scored, {time.perf_counter() - start:.0f} s")
             for case, engine in product(supported, engines):
                 if case.supports(engine):
@@ -255,7 +273,8 @@ def judge(case: Case, layout: Layout, engine: EngineLayout, scored: dict, sample
     refusal = case.find_refusal(layout, engine)
     if refusal is not None:
         return {"refused": refusal, "tokens": 0, "largest": None, "not_promised": []}
-    pairs = [pair for turn, ours in sampled[case, engine].items() for pair in zip(scored[case][turn], ours, strict=True)]
+    sums = case, case.count_parts(layout, engine)
+    pairs = [pair for turn, ours in sampled[sums, engine].items() for pair in zip(scored[sums][turn], ours, strict=True)]
     largest = float(max(abs(trainer - engine_value) for trainer, engine_value in pairs))
     not_promised = list_inexact(case.configure(layout, engine), read_config(case.folder), on_gpu=False)
     return {"largest": largest, "tokens": len(pairs), "not_promised": not_promised, "refused": None}
@@ -298,6 +317,7 @@ def main(
     rollout_tp: str = "1,2,4",
     rollout_ep: str = "1,2",
     whole_experts: Annotated[bool, typer.Option("--whole-experts", help="Never shard experts in a trainer; gpt_oss needs it.")] = False,
+    sequence_parallel: bool = True,
     json_file: JsonFile = None,
 ) -> None:
     """Compare every trainer layout with every engine layout."""
@@ -306,7 +326,8 @@ def main(
         trainers = list_trainer_layouts(whole_experts, *map(parse_numbers, (train_tp, pp, cp, ep)))
         pairs = product(parse_numbers(rollout_ep), parse_numbers(rollout_tp))
         engines = [EngineLayout(tp, ep) for ep, tp in pairs if tp % ep == 0]
-        cells = run(parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES), trainers, engines, console)
+        names = parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES)
+        cells = run(*names, trainers, engines, sequence_parallel, console)
     show(cells, console)
     write_json(json_file, cells)
     promised = [cell for cell in cells if not cell["refused"] and not cell["not_promised"]]

@@ -26,7 +26,7 @@ class QuantizedTransformerConfig(TransformerConfig):
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
-    sums_by_ranks: bool = False
+    row_parts: int = 1  # of a row-parallel sum with `precision.reduction = "ranks"`
     at_once: tuple[int, int] = (1, 1)  # number of micro-batches that run at once in passes (without gradient, with gradient)
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
@@ -81,7 +81,7 @@ def build_transformer_config(
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
         sums_by_tree=contract.sums_by_tree,
-        sums_by_ranks=contract.sums_by_ranks,
+        row_parts=max(contract.parts, layout.tp) if contract.sums_by_ranks else 1,
         quantize_kv=contract.trainer_quantizes_kv,
         scale_kv_by_layer=contract.scales_kv_by_layer,
         post_norms=geometry.post_norms,

@@ -41,10 +41,12 @@ class PrecisionContract:
     backend: str = "emulated"  # library that computes the trainer's products; every backend keeps the contract
     reduction: str = "tree"  # order of row-parallel sums: "tree" (`kernels.sums.reference`), "ranks" (`parallel.row_sums`) or "fast"
     kv: str = "high"  # keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)
+    parts: int = 1  # of a row-parallel sum with `reduction = "ranks"`, at least the trainer's tp
 
     @classmethod
-    def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
-        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction, precision.kv)
+    def from_config(cls, precision: PrecisionConfig, parts: int = 1) -> PrecisionContract:
+        """Return the contract of a run. `parts` is `parallel.row_sums.count_parts`; what builds a trainer's layers gives it."""
+        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction, precision.kv, parts)
 
     @property
     def sums_by_tree(self) -> bool:

@@ -73,16 +73,6 @@ OF_MODELS = (
 )
 """Models that are refused on every device."""
 
-OF_LAYOUTS = (
-    Limit(
-        "precision.reduction",
-        lambda facts: "ranks" if count_parts(facts.layout.tp, facts.engine.tp) > 1 else None,
-        "does not add over several ranks yet",
-        "use tree or fast, or train.layout.tp = rollout.tp = 1",
-    ),
-)
-"""Layouts that are refused on every device."""
-
 ON_GPUS = (
     Limit(
         "precision.reduction",
@@ -154,6 +144,11 @@ def ranks_support_the_gpus(facts: Facts) -> None:
         refuse(facts, ON_GPUS)
 
 
-@rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
-def ranks_support_the_layout(facts: Facts) -> None:
-    refuse(facts, OF_LAYOUTS)
+@rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
+def parts_are_shared_evenly(facts: Facts) -> None:
+    """Each rank holds whole parts of a sum. That FP8 parts are whole blocks holds since the larger tp's shards are."""
+    trainer, engine = facts.layout.tp, facts.engine.tp
+    parts = count_parts(trainer, engine)
+    if facts.contract.sums_by_ranks and (parts % trainer or parts % engine):
+        rule = f"must be a multiple or a divisor of train.layout.tp ({trainer}) with precision.reduction = 'ranks'"
+        raise UserError("rollout.tp", engine, rule, "use another size, or precision.reduction = 'fast'")

@@ -21,6 +21,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry, as_critic, with_trained_mtp
+from parallel.row_sums import count_parts
 from parallel.shards import Shard
 
 
@@ -88,7 +89,8 @@ def load_critic(config: Config, layout: Layout, hf_config: Mapping[str, Any]) ->
 def _load(
     config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard], folder: Path, critic: bool = False
 ) -> ModelChunks:
-    model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
+    contract = PrecisionContract.from_config(config.precision, count_parts(layout.tp, config.rollout.tp))
+    model = build_model(hf_config, layout, contract, config.train)
     spread = None if config.lora is not None else MasterSpread.from_config(config)  # LoRA: frozen weights stay as in the checkpoint
     load_checkpoint(model, folder, shards, spread, critic)
     return model

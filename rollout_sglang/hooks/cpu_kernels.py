@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.linear.reference import fprop, fprop_by_tree, value_dtype
+from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.int8 import int8_matmul
@@ -50,11 +51,15 @@ def apply_block_fp8_linear(
 def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
     """Return `[..., N]` of x `[..., K]`, quantized with scales of this format, and a block-quantized weight `[N, K]`."""
     values = get_float_weight(weight.data, lambda: dequantize_weight(weight).to(value_dtype(x, scale_format)))
+    if slices := tree_reduction.wanted_slices():
+        return ranks.multiply_slices(x, values, slices, functools.partial(fprop, scale_format=scale_format))
     return (fprop_by_tree if tree_reduction.wants_partial_sums() else fprop)(x, values, scale_format)
 
 
 def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `[..., N]` of x `[..., K]` and an unquantized weight `[N, K]`."""
+    if slices := tree_reduction.wanted_slices():
+        return ranks.multiply_slices(x, weight, slices)
     return tree.multiply(x, weight) if tree_reduction.wants_partial_sums() else batch_invariant.invariant_matmul(x, weight)
 
 

@@ -19,6 +19,7 @@ _ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
 _BACKEND_REGISTRY = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry."
 _DELTA_BACKEND = "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend."
 _DELTA_SPLIT = "sglang.kernels.ops.attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat"
+_CUSTOM_ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce_v2.CustomAllReduceV2."
 _COLUMN_LINEAR = "sglang.srt.layers.linear.ColumnParallelLinear."
 _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
@@ -80,11 +81,12 @@ def _list_hooks() -> list[Hook]:
 
 def list_gpu_hooks() -> list[Hook]:
     """Return the hooks on GPU code of SGLang that does not follow the precision contract, or adds in another order than the trainer."""
-    from rollout_sglang.hooks import blackwell, gated_delta, gpu_kernels
+    from rollout_sglang.hooks import blackwell, gated_delta, gpu_kernels, tree_reduction
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
     shared += list_blackwell_hooks() if blackwell.is_blackwell() else []
+    shared += list_all_reduce_hooks() if tree_reduction.count_parts() > 1 else []
     return [
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", quant.dispatch_block_linear, "AROUND"),
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
@@ -96,6 +98,16 @@ def list_gpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", gpu_kernels.multiply_by_gate, "REPLACE"),
         ("sglang.srt.layers.sampler.Sampler.forward", gpu_kernels.sample, "AROUND"),
         *shared,
+    ]
+
+
+def list_all_reduce_hooks() -> list[Hook]:
+    """Return the hooks on sums over ranks for `precision.reduction = "ranks"`."""
+    from rollout_sglang.hooks import gpu_all_reduce
+
+    return [
+        (_CUSTOM_ALL_REDUCE + "__init__", gpu_all_reduce.leave_out_multicast, "AROUND"),
+        ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", gpu_all_reduce.all_reduce, "AROUND"),
     ]
 
 

@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.linear.deep_gemm import multiply_slices
+from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from rollout_sglang.hooks import adapters, gpu_activation_quant
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"  # environment variable of the engine's processes with `precision.reduction`
 _LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
 """SGLang's methods whose products can give partial sums: with `partial_sums` on a CPU, by `multiply_on_gpu` for linear layers on a GPU."""
+PARTS_VARIABLE = "MEGATRON_RL_ROW_PARTS"  # environment variable of the engine's processes with `parallel.row_sums.count_parts`
 _partial = False
+_slices = 0
 
 
 @functools.cache
@@ -28,9 +32,16 @@ def sums_by_tree() -> bool:
 
 
 @functools.cache
-def sums_by_ranks() -> bool:
-    """Return whether the engine of this process adds rounded partial results in the order of ranks."""
-    return os.environ.get(REDUCTION_VARIABLE) == "ranks"
+def count_parts() -> int:
+    """Return the number of parts that the engine of this process adds in the order of ranks; 1 unless `precision.reduction = "ranks"`."""
+    return int(os.environ.get(PARTS_VARIABLE, 1))
+
+
+def count_slices(ranks: int) -> int:
+    """Return the number of slices that each of `ranks` ranks multiplies alone and that this module adds; 0 if SGLang does it. On a GPU,
+    its all-reduce adds one part of each rank in their order (`gpu_all_reduce`)."""
+    parts = count_parts()
+    return 0 if parts == 1 or (parts == ranks and torch.cuda.is_available()) else parts // ranks
 
 
 def is_summed_by_tree(method: Any) -> bool:
@@ -54,6 +65,22 @@ def wants_partial_sums() -> bool:
     return _partial
 
 
+@contextmanager
+def sliced_products(slices: int) -> Iterator[None]:
+    """Context manager in which products on a CPU return the rounded results `[slices, T, N]` of slices of K, without a bias."""
+    global _slices
+    _slices = slices
+    try:
+        yield
+    finally:
+        _slices = 0
+
+
+def wanted_slices() -> int:
+    """Return the number of slices within `sliced_products`, else 0."""
+    return _slices
+
+
 def run_row_parallel(
     original: Callable[..., Any],
     self: Any,
@@ -66,23 +93,22 @@ def run_row_parallel(
     other layers, the first rank returns the sum and all other ranks return zeros, so that SGLang's sum is exact."""
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 
-    if sums_by_ranks() and self.tp_group.world_size > 1:
-        raise NotImplementedError("precision.reduction = 'ranks' does not add over several ranks yet")
+    slices = count_slices(self.tp_group.world_size)
     by_tree, has_adapter = is_summed_by_tree(self.quant_method), getattr(self, "has_adapter", False)
-    if not by_tree and not has_adapter:
+    if not by_tree and not has_adapter and not slices:
         return original(self, input_, skip_all_reduce, forward_batch, output_tensor)
     if output_tensor is not None or not self.input_is_parallel or self.use_decode_attn_tp:
         raise NotImplementedError("a row-parallel layer with its own output, split input or decode group is outside the precision contract")
     summed_later = not self.reduce_results or skip_all_reduce or should_skip_mlp_all_reduce()
-    if not by_tree:
+    if not by_tree and not slices:
         y, bias = original(self, input_, skip_all_reduce, forward_batch)
         return adapters.add_to_rounded_sum(self, input_, y, summed_later), bias
     if torch.cuda.is_available():
-        partial = multiply_on_gpu(self, input_)
+        partial = multiply_on_gpu(self, input_, slices)
     else:
-        with partial_sums():
+        with sliced_products(slices) if slices else partial_sums():
             partial = self.quant_method.apply(self, input_, bias=None)
-    y = add_over_ranks(partial, self.tp_group, input_.dtype)
+    y = (add_slices if slices else add_over_ranks)(partial, self.tp_group, input_.dtype)
     if has_adapter:
         y = adapters.add_to_row_sum(self, input_, y, add_over_ranks)
     if self.bias is not None and not self.skip_bias_add:  # as Megatron, which adds it with the residual stream
@@ -92,15 +118,17 @@ def run_row_parallel(
     return y, self.bias if self.skip_bias_add else None
 
 
-def multiply_on_gpu(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's float32 sums `[T, N]` for x `[T, K / tp]`, which is quantized by the contract if the layer's weight is.
+def multiply_on_gpu(layer: Any, x: torch.Tensor, slices: int = 0) -> torch.Tensor:
+    """Return this rank's float32 sums `[T, N]`, or the rounded results `[slices, T, N]` of slices of K, for x `[T, K / tp]`, which is
+    quantized by the contract if the layer's weight is.
     `gpu_activation_quant.read_linear_scale_format` has refused layers whose weight or scales SGLang holds in another form."""
     if not isinstance(x, torch.Tensor):
         raise NotImplementedError("a row-parallel layer whose input SGLang has already quantized is outside the precision contract")
     if type(layer.quant_method).__name__ == "UnquantizedLinearMethod":
-        return tree.multiply(x, layer.weight)
+        return ranks.multiply_slices(x, layer.weight, slices) if slices else tree.multiply(x, layer.weight)
     rows = gpu_activation_quant.quantize_groups(x.contiguous(), column_major_scales=True)
-    return tree.multiply_blocks(rows, (layer.weight, layer.weight_scale_inv))
+    blocks = layer.weight, layer.weight_scale_inv
+    return multiply_slices(rows, blocks, slices) if slices else tree.multiply_blocks(rows, blocks)
 
 
 class CapturedGroup:
@@ -127,6 +155,16 @@ def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> tor
         captured = CapturedGroup(group)
         return tree.reduce(partial, captured, dtype, captured)
     return tree.reduce(partial, group.device_group, dtype)
+
+
+def add_slices(partials: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of the parts `[slices, T, N]` of all ranks of an SGLang group in order, in their dtype."""
+    if group.world_size == 1 or not partials.numel():
+        return tree.add_ranks(partials)
+    if torch.cuda.is_available():
+        captured = CapturedGroup(group)
+        return ranks.reduce(partials, captured, captured)
+    return ranks.reduce(partials, group.device_group)
 
 
 def keep_on_first_rank(y: torch.Tensor, group: Any) -> torch.Tensor:

@@ -81,9 +81,11 @@ class Trainer:
         if layout is None and ModelGeometry.from_hf_config(read_config(folder)).family == "gpt_oss":  # whose experts are not cut
             layout = Layout(tp=int(os.environ.get("WORLD_SIZE", "1")), etp=1)
         self.layout = start(layout)
+        precision = dict(precision)
+        parts = precision.pop("parts", 1)  # `parallel.row_sums.count_parts` of the trainer and an engine of another size
         self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = read_config(folder)
-        self.contract = PrecisionContract.from_config(self.precision)
+        self.contract = PrecisionContract.from_config(self.precision, parts)
         self.train = TrainConfig(**{**TRAIN, **(train or {})})
         if self.train.mtp_loss_scaling_factor:
             self.hf_config = with_trained_mtp(self.hf_config)

@@ -28,8 +28,8 @@ def make_operands(tokens, features, width, dtype):
 
 
 def check_kernel(tokens, features, width, device, dtype):
-    """Check that `multiply_nodes` gives the bits of the reference on a CPU, for all rows, for a few, and for the added halves of two
-    ranks."""
+    """Check that `multiply_nodes` gives the bits of the reference on a CPU, for all rows, for a few, and for the added
+    sums of 2, 4 and 8 ranks."""
     from megatron_rl.kernels.sums.triton import multiply_nodes
 
     operands, scales = make_operands(tokens, features, width, dtype)
@@ -38,6 +38,7 @@ def check_kernel(tokens, features, width, device, dtype):
     assert torch.equal(tree.add(multiply_nodes(*on_device).unbind()).cpu(), whole)
     few = [on_device[0][:3], on_device[1], *(scale[:3] if number == 0 else scale for number, scale in enumerate(on_device[2:]))]
     assert torch.equal(tree.add(multiply_nodes(*few).unbind()).cpu(), whole[:3])
-    if width % 256 == 0:
-        halves = [[tensor.chunk(2, 1)[rank].contiguous() for tensor in on_device] for rank in range(2)]
-        assert torch.equal(tree.add([tree.add(multiply_nodes(*half).unbind()) for half in halves]).cpu(), whole)
+    for ranks in (2, 4, 8):
+        if width % (128 * ranks) == 0:
+            shares = [[tensor.chunk(ranks, 1)[rank].contiguous() for tensor in on_device] for rank in range(ranks)]
+            assert torch.equal(tree.add([tree.add(multiply_nodes(*share).unbind()) for share in shares]).cpu(), whole)

@@ -55,6 +55,13 @@ class Backend(Protocol):
         """Return float32 `[N, K]`, added to the gradient buffer `into` `[N, K]` if there is one."""
 
 
+class SlicedBackend(Backend, Protocol):
+    """A `Backend` that can be used with `precision.reduction = "ranks"`."""
+
+    def fprop_slices(self, x: Operand, weight: Any, slices: int) -> torch.Tensor:
+        """Return `fprop` of each of `slices` equal slices of K, each rounded: `[slices, T, N]`."""
+
+
 class SwiGLUBackend(Backend, Protocol):
     """A `Backend` that fuses SwiGLU with quantization."""
 

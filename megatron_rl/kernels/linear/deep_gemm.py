@@ -72,6 +72,9 @@ class DeepGemmBackend(GpuBackend):
     def fprop_by_tree(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return tree.multiply_blocks(x.rows, weight.fprop)
 
+    def fprop_slices(self, x: Operand, weight: DeepGemmWeight, slices: int) -> torch.Tensor:
+        return multiply_slices(x.rows, weight.fprop, slices)
+
     def dgrad(self, dy: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(dy, weight.dgrad)
 
@@ -87,12 +90,20 @@ class DeepGemmBackend(GpuBackend):
 
 
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return multiply_slices(a.rows, b, 1)[0]
+
+
+def multiply_slices(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], slices: int) -> torch.Tensor:
+    """Return the products BF16 `[slices, T, N]` of slices of K, for (data `[T, K]`, scales `[T, K/128]`) and (data `[N, K]`, scales
+    `[N/128, K/128]`). Data and a's scales, column by column, are views; DeepGEMM takes only dense scales of b."""
     import deep_gemm
 
-    product = torch.empty(a.tokens, len(b[0]), dtype=torch.bfloat16, device=b[0].device)
-    if a.tokens:
-        deep_gemm.fp8_gemm_nt(a.rows, b, product, recipe=BLOCK_RECIPE)
-    return product
+    products = torch.empty(slices, len(a[0]), len(b[0]), dtype=torch.bfloat16, device=b[0].device)
+    parts = zip(*(tensor.chunk(slices, -1) for tensor in (*a, *b)), strict=True)
+    for product, (rows, row_scales, blocks, scales) in zip(products, parts, strict=True):
+        if len(rows):
+            deep_gemm.fp8_gemm_nt((rows, row_scales), (blocks, scales.contiguous()), product, recipe=BLOCK_RECIPE)
+    return products
 
 
 def supports_inplace_add(buffer: torch.Tensor) -> bool:

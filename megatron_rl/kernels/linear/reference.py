@@ -6,6 +6,7 @@ FP32 sums. The operands are then BF16 numbers, which a CPU with AMX multiplies s
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from megatron_rl.kernels.batch_invariant import bf16_operands, invariant_matmul, multiply_in_parts
 from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, gather_first, wait
+from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import round_trip_1x128, round_trip_128x1
 from megatron_rl.precision.int8 import int8_matmul
@@ -115,6 +117,10 @@ class EmulatedBackend:
 
     def fprop_by_tree(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fprop_by_tree(x.rows[0], self._values(x, weight), self.scale_format)
+
+    def fprop_slices(self, x: Operand, weight: DequantizedWeight, slices: int) -> torch.Tensor:
+        multiply = partial(fprop, scale_format=self.scale_format)
+        return ranks.multiply_slices(x.rows[0], self._values(x, weight), slices, multiply)
 
     def dgrad(self, dy: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return dgrad(dy.rows[0], self._values(dy, weight), self.scale_format)

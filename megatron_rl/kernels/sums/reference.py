@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_rl.kernels import with_kernel
 from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operands
 from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 
@@ -82,13 +83,14 @@ def reduce(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: A
     if size == 1:
         return partial.to(dtype)
     if partial.numel() <= GATHERED_WHOLE:
-        return add(_gather(partial, group, collectives).chunk(size)).to(dtype)
+        return add(gather(partial, group, collectives).chunk(size)).to(dtype)
     rows = len(partial)
     own = reduce_scatter(F.pad(partial, (0, 0) * (partial.dim() - 1) + (0, -rows % size)), group, dtype, collectives)
-    return _gather(own, group, collectives)[:rows]
+    return gather(own, group, collectives)[:rows]
 
 
-def _gather(x: torch.Tensor, group: Any, collectives: Any) -> torch.Tensor:
+def gather(x: torch.Tensor, group: Any, collectives: Any) -> torch.Tensor:
+    """Return x `[n, ...]` of all ranks in order, `[ranks * n, ...]`."""
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     collectives.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
@@ -99,6 +101,15 @@ def reduce_scatter(partial: torch.Tensor, group: Any, dtype: torch.dtype, collec
     received = torch.empty_like(partial, memory_format=torch.contiguous_format)
     collectives.all_to_all_single(received, partial.contiguous(), group=group)
     return add(received.chunk(group.size())).to(dtype)
+
+
+@with_kernel
+def add_ranks(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sums of `[parts, T, ...]` in order, added in FP32 and rounded once to their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts.dtype)
 
 
 def count_vocabulary_parts(vocabulary: int) -> int:

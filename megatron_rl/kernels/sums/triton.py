@@ -19,6 +19,8 @@ from parallel.row_sums import LEAF, list_merges
 GROUP = 12  # row tiles that share a column tile in turn, so that its data stay in the GPU's cache
 LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}  # no fused multiply-add: a scaled leaf is rounded before it is added
 MAX_NODES, _ENOUGH_PROGRAMS = 8, 128
+ADD_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+ADDED = 1024  # results of a program of `add_parts`
 
 
 @triton.jit
@@ -123,3 +125,24 @@ def _merge_table(leaves: int, device: torch.device) -> torch.Tensor:
     """Return int32 `[leaves]`: level of a leaf + 2 * level that it completes. A node's table is a prefix of it, so one table serves any
     number of tokens. It is created on first use, before a CUDA graph is captured."""
     return torch.tensor([level + 2 * completed for level, completed in list_merges(leaves)], dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["parts", "results"])
+def add_parts(partials, total, parts, results, ADDED: tl.constexpr):
+    """One program per ADDED of the `results` of `total` from `partials` [parts, results]. Each result is added alone, so its order depends
+    on no other."""
+    at = tl.program_id(0).to(tl.int64) * ADDED + tl.arange(0, ADDED)
+    inside = at < results
+    value = tl.load(partials + at, mask=inside, other=0.0).to(tl.float32)
+    for _ in range(1, parts):
+        partials += results
+        value += tl.load(partials + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+
+
+def add_ranks(parts: torch.Tensor) -> torch.Tensor:
+    """Compute `kernels.sums.reference.add_ranks`."""
+    parts, total = parts.contiguous(), torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    if total.numel():
+        add_parts[(triton.cdiv(total.numel(), ADDED),)](parts, total, len(parts), total.numel(), ADDED=ADDED, **ADD_LAUNCH)
+    return total

@@ -59,7 +59,7 @@ def _forward(multiply: MatmulFn, input: torch.Tensor, weight: torch.Tensor, **op
     row_sum, bias = options.get("row_sum"), options.get("bias")
     y = multiply(gather_sequence(input, options["tp_group"]) if options["sequence_parallel"] else input, row_sum is not None)
     if row_sum is not None:
-        return row_sum.reduce(y, input.dtype)
+        return row_sum.reduce_whole(y, input.dtype)
     return y if bias is None else y + bias
 
 

@@ -137,7 +137,7 @@ class QuantizedLinear(WeightLayer):
         else:
             inputs = gather_sequence(input, group) if sequence_parallel else input
             y = F.linear(inputs, self.gather_master().to(inputs.dtype))
-            y = y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
+            y = y if row_sum is None else row_sum.reduce_whole(y.float(), y.dtype)
         return y if bias is None else y + bias
 
 
@@ -200,7 +200,7 @@ class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
 
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
         scatters = self.sequence_parallel and self.tp_group.size() > 1 and not self.explicit_expert_comm
-        in_library_order = scatters and not (self.config.sums_by_tree or self.config.sums_by_ranks)
+        in_library_order = scatters and not self.config.sums_by_tree and self.config.row_parts == 1
         return ScatteredSum(self.tp_group, True) if in_library_order else super().choose_sum(dtype)
 
 

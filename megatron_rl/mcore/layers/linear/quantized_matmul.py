@@ -76,8 +76,8 @@ class QuantizedMatmul(torch.autograd.Function):
         else:
             operand = given or _quantize(backend, x, gate_up, columns)
             saved = operand.columns
-        multiply = backend.fprop_by_tree if row_sum is not None and row_sum.by_tree else backend.fprop
-        y = multiply(operand, layer.operand).unflatten(0, x.shape[:-1])
+        product_of = backend.fprop if row_sum is None else partial(row_sum.multiply_operands, backend)
+        y = product_of(operand, layer.operand).unflatten(-2, x.shape[:-1])
         ctx.save_for_backward(weight, *saved, *([y] if product.defers_swiglu else []))
         if product.defers_swiglu:
             ctx.mark_non_differentiable(y)
@@ -88,7 +88,7 @@ class QuantizedMatmul(torch.autograd.Function):
         if product.sums is None:
             return row_sum.reduce(y, x.dtype)
         product.sums.begin(row_sum.start(y, x.dtype))
-        return make_placeholder(x, len(y) // row_sum.group.size(), *y.shape[1:])
+        return make_placeholder(x, len(x) // row_sum.group.size(), *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 
+from megatron_rl.kernels.linear.base import Operand
+from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.exchange import Pending, pend, start_scatter
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take_weight
@@ -26,6 +28,18 @@ class RowSum:
     group: Any
     scatter: bool  # sequence parallelism: each rank receives the sums of its own tokens
     by_tree: ClassVar[bool] = True
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the partial result of x `[..., K]` and weight `[N, K]`, which are not quantized."""
+        return tree.multiply(x, weight)
+
+    def multiply_operands(self, backend: Any, x: Operand, weight: Any) -> torch.Tensor:
+        """Return the partial result of a backend's operands, with T tokens in dimension -2."""
+        return backend.fprop_by_tree(x, weight)
+
+    def reduce_whole(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return `reduce` of a product `[s, b, N]` over all of this rank's numbers."""
+        return self.reduce(partial, dtype)
 
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] if tokens are scattered."""
@@ -61,6 +75,9 @@ class ScatteredSum(RowSum):
 
     by_tree: ClassVar[bool] = False
 
+    def multiply_operands(self, backend: Any, x: Operand, weight: Any) -> torch.Tensor:
+        return backend.fprop(x, weight)
+
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.start(partial, dtype)()
 
@@ -70,12 +87,28 @@ class ScatteredSum(RowSum):
 
 @dataclass(frozen=True)
 class RankSum(RowSum):
-    """Partial results that are rounded and added in the order of ranks (`config.sums_by_ranks`)."""
+    """Products over slices of this rank's numbers, rounded to the dtype of the layer, which all ranks add in order (`kernels.sums.ranks`).
+    Partial results are `[slices, s, b, N]`."""
 
+    slices: int = 1
     by_tree: ClassVar[bool] = False
 
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ranks.multiply_slices(x, weight, self.slices)
+
+    def multiply_operands(self, backend: Any, x: Operand, weight: Any) -> torch.Tensor:
+        return backend.fprop_slices(x, weight, self.slices)
+
+    def reduce_whole(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.reduce(partial.to(dtype).unsqueeze(0), dtype)
+
     def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError("precision.reduction = 'ranks' does not add over several ranks yet")
+        return self.start(partial, dtype)() if self.scatter else ranks.reduce(partial, self.group)
+
+    def start(self, partial: torch.Tensor, dtype: torch.dtype) -> Pending:
+        sent = ranks.spread(partial, self.group.size())
+        finish = pend(dist.all_to_all_single(received := torch.empty_like(sent), sent, group=self.group, async_op=True), received)
+        return lambda: ranks.add_received(finish())
 
 
 class TreeProduct(torch.autograd.Function):
@@ -83,7 +116,7 @@ class TreeProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.row_sum = row_sum
-        return row_sum.reduce(tree.multiply(x, weight), x.dtype)
+        return row_sum.reduce(row_sum.multiply(x, weight), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
@@ -99,7 +132,7 @@ class TreeProduct(torch.autograd.Function):
 
 
 class TreeRowParallelLinear(RowParallelLinear):
-    """y = sum over ranks of x_r W_r^T in tree order, rounded once. With `config.sums_by_ranks`, see `RankSum`;
+    """y = sum over ranks of x_r W_r^T in tree order, rounded once. With `config.row_parts`, see `RankSum`;
     otherwise Megatron's own layer."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -115,8 +148,8 @@ class TreeRowParallelLinear(RowParallelLinear):
     def choose_sum(self, dtype: torch.dtype) -> RowSum | None:
         """Return how ranks add their partial results, or None for Megatron's own way."""
         is_cut = self.tp_group.size() > 1
-        if self.config.sums_by_ranks and is_cut:
-            return RankSum(self.tp_group, self.sequence_parallel)
+        if (parts := self.config.row_parts) > 1:
+            return RankSum(self.tp_group, is_cut and self.sequence_parallel, max(parts // self.tp_group.size(), 1))
         if not self.config.sums_by_tree:
             return None
         if is_cut and self.explicit_expert_comm:  # `moe.experts` adds the results of all experts at once
