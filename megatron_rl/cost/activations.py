@@ -13,6 +13,7 @@ from parallel.attention import LatentAttention
 from parallel.layout import Layout
 from parallel.layout_hints import keep_rank_sizes
 from parallel.model_geometry import LayerKind
+from parallel.row_sums import count_parts
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,12 @@ def count_working(shapes: RankShapes) -> float:
 
 
 def _tree_sum_bytes(shapes: RankShapes) -> float:
-    """Return the bytes of FP32 partial sums, received partial sums and results of a row-parallel sum by tree; 0 for other reductions."""
+    """Return the bytes of FP32 partial sums, received partial sums and results of a row-parallel sum by tree, or of the parts that a rank
+    holds and receives and their sums with `precision.reduction = "ranks"`; 0 for other reductions."""
     model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
+    if shapes.job.contract.sums_by_ranks:
+        parts = count_parts(layout.tp, shapes.job.config.rollout.tp)
+        return shapes.tokens * model.hidden * b * (parts // layout.tp * (2 if layout.tp > 1 else 1) + 1) if parts > 1 else 0
     if not shapes.job.contract.sums_by_tree:
         return 0
     sums = shapes.tokens * model.hidden * (4 + (4 if layout.tp > 1 else b))

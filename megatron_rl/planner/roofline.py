@@ -21,7 +21,7 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
 from parallel.layout import Layout, count_stage_layers
 from parallel.layout_hints import keep_rank_sizes
-from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
+from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent, count_parts
 
 DECODE_ALL_REDUCE_LATENCY = 20e-6
 """Seconds of an all-reduce of few tokens within an engine; each layer has two. An assumption."""
@@ -94,6 +94,7 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     """
     overlaps = candidate.at_once(job, trains=products > 1) > 1
     layer, output_layer = _estimate_layers(job, keep_rank_sizes(candidate.train), cluster, products, overlaps)
+    layer += (2 if products == 4 else 1) * _slice_seconds(job, candidate, cluster)
     *others, last = count_stage_layers(job.model.layers, candidate.train)
     mtp_layers = job.trained_mtp_layers if products > 1 else 0  # each computes logits of its own
     return max((last + mtp_layers) * layer + (1 + mtp_layers) * output_layer, max(others, default=0) * layer)
@@ -161,6 +162,18 @@ def _tree_bytes(job: Workload, ranks: int) -> float:
     if not job.contract.sums_by_tree:
         return 0.0
     return count_bytes_sent(ranks, job.high_bytes, True) - count_bytes_sent(ranks, job.high_bytes, True, by_tree=False)
+
+
+def _slice_seconds(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
+    """Return the additional seconds of a layer's two row-parallel sums in a forward pass whose ranks hold several parts of them each
+    (`precision.reduction = "ranks"`): products of slices are written, read, and sent."""
+    layout = candidate.train
+    slices = count_parts(layout.tp, job.config.rollout.tp) // layout.tp if job.contract.sums_by_ranks else 1
+    if slices == 1:
+        return 0.0
+    results = 2 * job.tokens_per_rank(layout.cp) * job.model.hidden
+    sent = (slices - 1) * count_bytes_sent(layout.tp, job.high_bytes, True, by_tree=False)
+    return cluster.gpu.memory_seconds(results * 2 * slices * job.high_bytes) + results * sent / _bandwidth(layout.tp, cluster)
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:

@@ -54,7 +54,8 @@ TABLE = (
     Row("rollout", "engine", NAMED, "Another engine samples."),
     Row("rollout", "engines nodes_per_engine hosts max_running_requests max_total_tokens enable_prefix_caching chunked_prefill_size sglang",
         FREELY, _BATCHING),
-    Row("rollout", "tp ep", FREELY, f"{_BATCHING} So do sums with `precision.reduction = \"fast\"` or `\"ranks\"`."),
+    Row("rollout", "tp ep", FREELY, f"{_BATCHING} So do sums with `precision.reduction = \"fast\"`."
+        " With `\"ranks\"`, another max(`train.layout.tp`, `rollout.tp`) continues with other last bits, also on a CPU."),
     Row("rollout", "start_timeout request_timeout health_timeout max_restarts", FREELY, "Only decides when an engine counts as lost."),
     Row("rollout", "max_new_tokens", NAMED,
         "Limits responses, also in evaluations. `algorithm.overlong_share` and `aggregate = \"constant\"` are relative to it."),

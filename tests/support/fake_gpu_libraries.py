@@ -173,7 +173,7 @@ def _values(operand, recipe):
     """Return float32 `[mn, k]` of data `[mn, k]` with scales `[mn / recipe[0], k / 128]`, after DeepGEMM's checks of both."""
     data, scale = operand
     mn, k = data.shape
-    assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and data.is_contiguous()
+    assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and data.stride(1) == 1 and data.stride(0) % 16 == 0
     assert k % 16 == 0 and data.data_ptr() % 16 == 0, "TMA reads rows that are aligned to 16 bytes"
     assert scale.shape == (-(-mn // recipe[0]), -(-k // recipe[1])), (data.shape, scale.shape)
     if recipe[0] == 1:

@@ -209,6 +209,23 @@ def test_experts_that_run_at_once_have_padded_rows_which_take_time(monkeypatch):
     assert padded - seconds() == pytest.approx(flops / (0.35 * NODE.gpu.fp8))
 
 
+def test_what_slices_cost():
+    """With "ranks" and a larger tp of the engine, the trainer writes and reads the products of slices, and sends all of them."""
+
+    def seconds(tp: int, rollout_tp: int, reduction: str) -> float:
+        precision = {"backend": "deep_gemm", "scale_format": "pow2", "reduction": reduction}
+        workload = job(precision=precision, rollout={"tp": rollout_tp}, algorithm={"kl_coef": 0})
+        return roofline.estimate_step_time(workload, Candidate(Layout(tp=tp, dp=8 // tp)), NODE).trainer
+
+    assert all(seconds(tp, tp, "ranks") == seconds(tp, tp, "fast") for tp in (1, 2)), "one slice per rank costs nothing"
+    four, eight = (seconds(1, tp, "ranks") - seconds(1, tp, "fast") for tp in (4, 8))
+    assert four > 0 and eight == pytest.approx(2 * four)
+    assert 1 < seconds(1, 8, "ranks") / seconds(1, 8, "fast") < 1.2
+    jobs = [job(precision={"reduction": "ranks"}, rollout={"tp": tp}) for tp in (1, 64)]
+    working = [activations.count_working(RankShapes(each, Layout(), 100)) for each in jobs]
+    assert working[1] == 65 * 2 * 4096 * 100 > working[0]
+
+
 def test_what_sums_by_the_tree_cost():
     """At tp 4 half of the sent bytes are FP32 partial sums instead of BF16, and products are slower."""
     sent = [row_sums.count_bytes_sent(4, 2, scattered, by_tree) for scattered in (False, True) for by_tree in (True, False)]

@@ -42,6 +42,41 @@ def test_products_are_the_trainers():
         tree_reduction.multiply_on_gpu(layer, (blocks.data, blocks.scale))
 
 
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_products_of_slices_are_those_of_ranks(slices):
+    """With `precision.reduction = "ranks"` and a trainer of more ranks. DeepGEMM gets each slice's operands as a rank would hold them."""
+    x, values = uneven(5, 512, torch.bfloat16), uneven_matrix(256, 512)
+    blocks = quantize_weight(values, "fp32")
+    layer = SimpleNamespace(quant_method=type("Fp8LinearMethod", (), {})(), weight=blocks.data, weight_scale_inv=blocks.scale)
+    products = tree_reduction.multiply_on_gpu(layer, x, slices)
+    width = 512 // slices
+    for number, product in enumerate(products):
+        own = slice(number * width, (number + 1) * width)
+        layer.weight, layer.weight_scale_inv = blocks.data[:, own].contiguous(), blocks.scale.chunk(slices, 1)[number].contiguous()
+        (alone,) = tree_reduction.multiply_on_gpu(layer, x[:, own].contiguous(), 1)
+        assert product.dtype == torch.bfloat16 and torch.equal(product, alone)
+    summed = tree_reduction.add_slices(products, Group(), torch.bfloat16)
+    assert torch.equal(summed, tree.add_ranks(torch.cat([products, products])))  # the other rank has the same
+    plain = SimpleNamespace(quant_method=type("UnquantizedLinearMethod", (), {})(), weight=values.bfloat16())
+    assert tree_reduction.multiply_on_gpu(plain, x, slices).shape == (slices, 5, 256)
+
+
+def test_the_installed_all_reduce_adds_in_the_order_of_ranks():
+    """What docs/decisions.md cites. Another release must be read again."""
+    kernels = SGLANG / "kernels/jit"
+    adding = (kernels / "include/sgl_kernel/vec.cuh").read_text()
+    assert "for (size_t i = 0; i < M; ++i)" in adding and "acc[j].x = i == 0 ? x : acc[j].x + x;" in adding
+    summing = (kernels / "csrc/distributed/custom_all_reduce.cuh").read_text()
+    assert (
+        summing.count("reduce_vec(vec") == 3 and "vecs[i].load(m_data[i], vid);" in summing and "if (i == r) vec[i] = local_vec;" in summing
+    )
+    library = (SGLANG / "srt/distributed/device_communicators/custom_all_reduce_v2.py").read_text()
+    assert "can_use_multicast = self.config.num_mc_blocks is not None" in library
+    assert {"should_custom_ar", "custom_all_reduce"} <= {
+        node.name for node in ast.walk(ast.parse(library)) if isinstance(node, ast.FunctionDef)
+    }
+
+
 class Group:
     """A group of SGLang whose other rank has the negative halves of this rank's partial sums. Calling `torch.distributed` with it fails."""
 
