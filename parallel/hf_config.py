@@ -94,6 +94,11 @@ class HFConfig:
         self.read.add(name)
         return self.fields.get(name, default)
 
+    def _find(self, name: str) -> Any:
+        if (value := self.get(name)) is None:
+            raise GeometryError(f"config.json {self.part}{name}", None, "is missing", "add it")
+        return value
+
     def require(self, **supported: object) -> None:
         """Raise GeometryError for a field that is present with a value other than the one that the trainer supports."""
         for name, value in supported.items():
@@ -110,9 +115,7 @@ class HFConfig:
 
     def size(self, name: str, least: int = 1, most: int = MOST_WIDTH) -> int:
         """Return a field that must be an integer in a range."""
-        value = self.get(name)
-        if value is None:
-            raise GeometryError(f"config.json {self.part}{name}", None, "is missing", "add it")
+        value = self._find(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be {_INTEGERS[least]} integer", CORRECT)
         if value > most:
@@ -130,7 +133,7 @@ class HFConfig:
 
     def number(self, name: str) -> float:
         """Return a field that must be a positive number."""
-        value = self.get(name)
+        value = self._find(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST_NUMBER:
             raise GeometryError(f"config.json {self.part}{name}", value, f"must be a positive number up to {MOST_NUMBER:g}", CORRECT)
         return float(value)

@@ -85,7 +85,7 @@ def _refuse_secrets(table: dict[str, Any]) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     with reading("CONFIG", str(path), _EXAMPLE):
-        text = read_file(path).decode()
+        text = read_file(path).decode("utf-8-sig")
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:

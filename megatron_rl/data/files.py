@@ -46,6 +46,8 @@ def read_file_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterat
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", SOURCE_FIX) from None
+    if path.suffix not in (".json", ".jsonl") and content.lstrip()[:1] not in (b"", b"{", b"["):  # .csv, .xlsx, .gz
+        raise UserError(field, str(path), "is neither JSON nor Parquet", SOURCE_FIX)
     kept = JsonRows()
     for number, row in _parse_rows(content, path, field):
         yield number, row, kept.append(select_columns(row, keep)) if isinstance(row, Mapping) else {}

@@ -106,7 +106,7 @@ def read_template(data: DataConfig) -> str:
         return data.prompt_template
     field = "data.prompt_template_file"
     try:
-        text = read_file(file).decode()
+        text = read_file(file).decode("utf-8-sig")  # some editors mark UTF-8 by a first character
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(field, str(file), f"cannot be read ({reason})", f"use a text file that contains {_PLACEHOLDER}") from None

@@ -46,7 +46,7 @@ def read_config(folder: Path, field: str = "model.path") -> dict[str, Any]:
     naming `field`, if it is missing or not a JSON object, or if another file describes quantized weights that it does not mention."""
     path = folder / _CONFIG
     if not os.path.isfile(path):  # Path.is_file raises OSError for a folder that cannot be entered
-        rule = "holds no config.json" if os.path.isdir(folder) else "does not exist"
+        rule = "holds no config.json" if os.path.isdir(folder) else "is no folder" if os.path.exists(folder) else "does not exist"
         raise UserError(field, str(folder), rule, "give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub")
     config = unwrap(read_object(path, field))
     others = [folder / name for name in _DESCRIPTIONS[1:] if not config.get("quantization_config") and os.path.isfile(folder / name)]

@@ -34,6 +34,10 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # from the Rust code of tokenizers
             raise
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if isinstance(error, KeyError):  # says no more than a name
+            reason = f"it lacks {reason}"
+        elif not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+            reason = "it has no tokenizer.json"
         raise UserError(field, str(folder), f"holds no usable tokenizer ({reason[:200]})", _FIX) from error
     if not set(ids) - {tokenizer.unk_token_id}:  # transformers makes an empty tokenizer from config.json alone
         raise UserError(field, str(folder), "holds no usable tokenizer (it has no tokens for a text)", _FIX)

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
@@ -99,8 +100,7 @@ class Planner:
         self.job, self.cluster = job, cluster
         self._refused: dict[tuple[int, ...], bool] = {}
         self._problems: dict[tuple[Placement, int, EngineLayout], bool] = {}
-        self._trainers: dict[Any, tuple[float, list[float]]] = {}
-        self._engines: dict[Any, tuple[float, list[float]]] = {}
+        self._rate_trainer, self._rate_engine = cache(self._estimate_trainer), cache(self._estimate_engine)
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds without the sync. Raise GeometryError if a layout does not divide the model."""
@@ -200,25 +200,19 @@ class Planner:
     def _estimate_rated(self, rating: _Rating) -> CandidateEstimate:
         return self.estimate(replace(rating.candidate, recompute=rating.recompute))
 
-    def _rate_trainer(self, *sizes: Any) -> tuple[float, list[float]]:
+    def _estimate_trainer(self, layout: Layout, placement: Placement, recompute: Recompute) -> tuple[float, list[float]]:
         """Return the trainer's seconds, and the bytes on its fullest GPU by phase."""
-        layout, placement, recompute = sizes
-        if sizes not in self._trainers:
-            if self.job.teacher is not None:
-                check_stages(self.job.teacher.model.layers, layout)
-            candidate = Candidate(layout, placement=placement, recompute=recompute)
-            totals = [sum(parts.values()) for parts in list_trainer_parts(self.job, candidate)]
-            self._trainers[sizes] = estimate_trainer(self.job, candidate, self.cluster).trainer, totals
-        return self._trainers[sizes]
+        if self.job.teacher is not None:
+            check_stages(self.job.teacher.model.layers, layout)
+        candidate = Candidate(layout, placement=placement, recompute=recompute)
+        totals = [sum(parts.values()) for parts in list_trainer_parts(self.job, candidate)]
+        return estimate_trainer(self.job, candidate, self.cluster).trainer, totals
 
-    def _rate_engine(self, *sizes: Any) -> tuple[float, list[float]]:
+    def _estimate_engine(self, placement: Placement, rollout: Any) -> tuple[float, list[float]]:
         """Return the seconds of generation, and the bytes on an engine's GPU by phase."""
-        placement, rollout = sizes
-        if sizes not in self._engines:
-            candidate = Candidate(Layout(), rollout.tp, rollout.ep, rollout.engines, placement, nodes_per_engine=rollout.nodes)
-            totals = [sum(parts.values()) for parts in list_engine_parts(self.job, candidate)]
-            self._engines[sizes] = estimate_generation(self.job, candidate, self.cluster), totals
-        return self._engines[sizes]
+        candidate = Candidate(Layout(), rollout.tp, rollout.ep, rollout.engines, placement, nodes_per_engine=rollout.nodes)
+        totals = [sum(parts.values()) for parts in list_engine_parts(self.job, candidate)]
+        return estimate_generation(self.job, candidate, self.cluster), totals
 
     def _rank_key(self, found: CandidateEstimate | _Rating) -> tuple[bool, float, float]:
         """Sort by whether a batch script starts the candidate, then by seconds per step, then by free memory."""

@@ -159,6 +159,8 @@ def test_missing_required_keys_toml_syntax_errors_and_unreadable_files(mistake, 
         load_config(tmp_path / "absent.toml", [])
     with pytest.raises(UserError, match="cannot be read"):
         load_config(tmp_path, [])
+    (tmp_path / "marked.toml").write_text("[model]\npath = 'x'", encoding="utf-8-sig")
+    assert load_config(tmp_path / "marked.toml", []).model.path == Path("x")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a UTF-8 text file"):
         load_config(tmp_path / "binary.toml", [])

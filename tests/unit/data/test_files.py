@@ -105,6 +105,12 @@ def test_missing_invalid_and_empty_files_are_refused(tmp_path):
             read(write(tmp_path, content, name))
 
 
+@pytest.mark.parametrize("name, content", [("a.csv", b"question\nq\n"), ("a.xlsx", b"PK\x03\x04"), ("a.jsonl.gz", b"\x1f\x8b\x08")])
+def test_a_file_of_another_format_is_refused_as_a_whole_and_not_by_its_first_row(tmp_path, name, content):
+    with pytest.raises(UserError, match=f"data.train = '.*{name}': is neither JSON nor Parquet; use a JSONL, JSON or Parquet file"):
+        read(write(tmp_path, content, name))
+
+
 def test_rows_without_a_gold_answer_are_left_out(tmp_path):
     rows = [ROWS[0], {"question": "q", "answer": None}, {"question": "q", "answer": " "}, {"question": "q", "answer": "12 ####"}, ROWS[1]]
     path = write(tmp_path, "\n".join(map(json.dumps, rows)).encode())

@@ -41,8 +41,9 @@ def test_the_template_is_plain_text_or_a_file(tokenizer, tmp_path):
     ask = make_prompt_formatter(DataConfig(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
     assert ask("what is {x} in {question}?") == "Q: what is {x} in {question}? {braces}\n\\boxed{}"
     file = tmp_path / "ask.txt"
-    file.write_text("Frage: {question}\nAntwort – ", encoding="utf-8")
-    assert make_prompt_formatter(DataConfig(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_text("Frage: {question}\nAntwort – ", encoding=encoding)
+        assert make_prompt_formatter(DataConfig(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,10 @@ def test_an_unusable_tokenizer_is_refused(tmp_path):
         return str(caught.value)
 
     assert "must be the folder" in refusal(tmp_path / "absent")
-    for content in (None, "{", "[]"):
+    for content, reason in ((None, "it has no tokenizer.json"), ("{", ""), ("[]", ""), ("{}", "it lacks 'added_tokens'")):
         if content is not None:
             (tmp_path / "tokenizer.json").write_text(content)
-        assert "no usable tokenizer" in refusal(tmp_path)
+        assert f"no usable tokenizer ({reason}" in refusal(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # transformers makes an empty tokenizer from it
     assert "no usable tokenizer" in refusal(tmp_path)

@@ -69,6 +69,7 @@ def test_good_configurations_pass(workplace):
 
 @pytest.mark.parametrize("override, line", [
     ("model.path=nowhere", "does not exist; give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub"),
+    ("model.path=model/config.json", "is no folder; give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub"),
     ("data.train=", f"is required for training; {SOURCE_FIX}"),
     ("data.train=no.jsonl", f"does not exist; {SOURCE_FIX}"),
     ("data.eval=no.jsonl", f"does not exist; {SOURCE_FIX}"),
