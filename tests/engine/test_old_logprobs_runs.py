@@ -23,12 +23,15 @@ RUNS = {
         {"train.layout.tp": 2, "precision.mode": "fp8_unified", "algorithm.updates_per_step": 2},
         TORCHRUN,
     ),
-    "filters": ("llama", {"rollout.top_p": 0.9, "rollout.temperature": 0.7}, ()),
+    "filters": ("llama", {"rollout.top_p": 0.9, "rollout.top_k": 100, "rollout.temperature": 0.7}, ()),
     "sampling ahead": ("qwen2", AHEAD, ()),
     "pipeline": ("qwen3", {"train.layout.pp": 2}, TORCHRUN),
     "replicas": ("qwen3", {"train.layout.dp": 2, "algorithm.updates_per_step": 2}, TORCHRUN),
     "adapters": ("qwen3", {"lora.rank": 8, "train.learning_rate": 1e-2}, ()),
     "hybrid": ("qwen3_5_text", {}, ()),
+    "latent attention": ("deepseek_v3", {"train.layout.tp": 2, "precision.mode": "fp8_unified"}, TORCHRUN),
+    "expert parallel": ("qwen3_moe", {"train.layout.dp": 2, "train.layout.ep": 2, "precision.mode": "fp8_unified"}, TORCHRUN),
+    "context parallel": ("qwen3", {"train.layout.cp": 2, "rollout.top_k": 20, "rollout.min_p": 0.05}, TORCHRUN),
 }
 
 
@@ -55,4 +58,4 @@ def test_a_run_is_the_same_with_and_without_the_pass(case, tmp_path):
     assert [name for name, tensor in weights.items() if not torch.equal(tensor, other_weights[name])] == []
     for one, other in zip(whole[1:], left_out[1:], strict=True):
         assert one["reward/mean"] == other["reward/mean"] and one["grad_norm"] == other["grad_norm"]
-        assert one["mismatch/abs_max"] == other["mismatch/abs_max"] == 0
+        assert one.get("mismatch/abs_max", 0) == other.get("mismatch/abs_max", 0) == 0  # a step of stale tokens may ask the canary
