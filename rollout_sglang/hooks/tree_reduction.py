@@ -31,7 +31,6 @@ def sums_by_tree() -> bool:
     return os.environ.get(REDUCTION_VARIABLE) == "tree"
 
 
-@functools.cache
 def count_parts() -> int:
     """Return the number of parts that the engine of this process adds in the order of ranks; 1 unless `precision.reduction = "ranks"`."""
     return int(os.environ.get(PARTS_VARIABLE, 1))

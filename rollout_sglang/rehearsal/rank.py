@@ -87,10 +87,11 @@ def install_gpu(gpu: Gpu) -> None:
 
 def import_sglang() -> None:
     """Import SGLang with this project's hooks and its models, once for all ranks."""
-    from rollout_sglang.hooks import registry
+    from rollout_sglang.hooks import gpu_all_reduce, registry
     from rollout_sglang.rehearsal import kernels as rehearsed_kernels
 
     rehearsed_kernels.install()
+    gpu_all_reduce.all_reduce = lambda original, self, input_: original(self, input_)  # `CustomAllReduceV2` needs NVLink
     registry.verify()
     import sglang.srt.models.registry  # noqa: F401
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from support.families import ARCHITECTURES, CLASSES
-from support.rehearsals import APART, BF16, CONFIG, EXPERTS, TINY, TREE
+from support.rehearsals import APART, BF16, CONFIG, EXPERTS, RANKS, TINY, TREE
 
 LATENT = ARCHITECTURES["deepseek_v3"] | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
 ROUTER = LATENT | {"hidden_size": 7168, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
@@ -103,6 +103,7 @@ CASES = {
     "bf16": ([*TWO, *BF16], TINY),
     "int8": ([*TWO, *INT8], TINY),
     "tree": ([*TWO, *TREE], TINY),
+    "ranks": ([*TWO, *RANKS], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
     "cache": ([*TWO, *KV], DEEP),
     "cache, disaggregated": ([*TWO, *KV, *APART], DEEP),

@@ -19,6 +19,7 @@ PLAIN = (
     "bf16",
     "int8",
     "tree",
+    "ranks",
     "disaggregated",
     "latent",
     "latent, two nodes",

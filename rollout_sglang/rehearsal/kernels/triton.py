@@ -189,6 +189,7 @@ _KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
     "summarize_row": Kernel("logits [N V] float; columns [N] int64; result [* N 4] float32", "logits result"),
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
+    "add_parts": Kernel("partials [P T N] half; total [T N] =partials", "partials total"),
     **delta.KERNELS,
     **triton_attention.KERNELS,
 }
