@@ -194,7 +194,7 @@ CASES = [
     Case("dumb terminal", env={"TERM": "dumb"}, terminal=True, check=has_no_escapes),
     Case("no input or output", prefix="setsid -w", before="exec <&-"),
     Case("nohup", prefix="nohup", act=signal_after_a_row(signal.SIGHUP)),
-    Case("console closes", terminal=True, act=close_console, needs=needs_streams),
+    Case("console closes", terminal=True, settings=ENDLESS, act=close_console, code=129, needs=needs_streams),
     Case("SIGTERM", settings=ENDLESS, act=signal_after_a_row(signal.SIGTERM), code=143),
     Case("SIGUSR1", settings=ENDLESS, act=signal_after_a_row(signal.SIGUSR1), code=143),
     Case("memory limit", before=CGROUP, check=was_limited, needs=needs_cgroup),
@@ -241,7 +241,7 @@ def finish(case: Case, starts: list[Start]) -> None:
             end(family(start.pid))
     for start in starts:
         assert "Traceback" not in start.output()
-        if not case.code and case.name != "console closes":
+        if not case.code:
             assert "\nresult: " in start.output().replace("\r", "") and "\nnext:   " in start.output().replace("\r", "")
         for run in start.runs():
             state = json.loads((run / "run.json").read_text())
