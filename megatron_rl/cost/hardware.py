@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.errors import UserError
 
 GIB = 1 << 30
 MIB = 1 << 20
 
-COMPUTE_EFFICIENCY = 0.35
-"""Share of the peak rate of dense matrix products that training reaches. An assumption."""
+COMPUTE_EFFICIENCY = {"fp8": 0.7, "int8": 0.7, "fp8 WGrad": 0.45, "bf16": 0.77, "fp32": 0.77, "attention": 0.3}
+"""Kind of product -> share of the dtype's peak rate that kernels reach. Measured on one H200 (benchmarks/h200, alone and within an update of
+8B's widths): FP8 1,300 to 1,480 TFLOP/s, weight gradients from FP8 operands 800 to 1,000, BF16 700 to 835, FlashAttention 2 about 300.
+Those of INT8 and FP32, and those of other GPUs, are assumed to be equal."""
 LINK_EFFICIENCY = 0.7
 """Share of the bandwidth of links and HBM that estimates use. An assumption."""
 CACHE_BANDWIDTH = 5.5e12
@@ -43,16 +46,17 @@ class Gpu:
     """GPUs that NVLink connects: those of one node, or of one rack."""
 
     def product_seconds(self, flops: Mapping[str, float]) -> float:
-        """Return the seconds that matrix products of these FLOPs, by dtype, take. Unknown dtypes are ignored."""
-        return sum(count / (self.rates[dtype] * COMPUTE_EFFICIENCY) for dtype, count in flops.items() if dtype in self.rates)
+        """Return the seconds that matrix products of these FLOPs, by kind, take. Unknown kinds are ignored."""
+        return sum(count / self.rates[kind] for kind, count in flops.items() if kind in self.rates)
 
     def memory_seconds(self, nbytes: float) -> float:
         return nbytes / (self.hbm * LINK_EFFICIENCY)
 
-    @property
+    @cached_property
     def rates(self) -> dict[str, float]:
-        """Peak FLOP/s by dtype of the operands."""
-        return {"fp8": self.fp8, "int8": self.fp8, "bf16": self.bf16, "fp32": self.bf16 / 2}
+        """FLOP/s that products reach, by kind: the dtype of the operands, `fp8 WGrad`, or `attention` (in BF16)."""
+        peaks = {"fp8": self.fp8, "int8": self.fp8, "fp8 WGrad": self.fp8, "bf16": self.bf16, "fp32": self.bf16 / 2, "attention": self.bf16}
+        return {kind: peak * COMPUTE_EFFICIENCY[kind] for kind, peak in peaks.items()}
 
 
 GPUS = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.cost import weights
-from megatron_rl.cost.hardware import CACHE_BANDWIDTH, COMPUTE_EFFICIENCY, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.cost.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.cost.operators import RankShapes, count_flops_per_token, count_linear_flops
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.precision.contract import QUANTIZED_ROLES
@@ -117,12 +117,13 @@ def _estimate_layers(job: Workload, layout: Layout, cluster: Cluster, products: 
         shapes = RankShapes(job, layout, tokens)
         linear += (shapes.expert_rows / shapes.routed_rows - 1) * count_linear_flops(job, QUANTIZED_ROLES, only_experts=True)
     fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
-    rate = cluster.gpu.fp8 if fp8 else cluster.gpu.bf16
-    weight_gradients = 1 if job.trains_adapters and products > 1 else 0  # frozen weights have no gradients
-    weighed = products - weight_gradients
-    seconds = (weighed * linear / rate + products * attention / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
-    seconds += forwards * _tree_seconds_per_token(job, rate, 1 if fp8 else 2)
-    output_layer = tokens / layout.tp * weighed * outputs / cluster.gpu.bf16 / COMPUTE_EFFICIENCY
+    rates, dtype = cluster.gpu.rates, "fp8" if fp8 else "bf16"
+    weight_gradients = 1 if products > 1 and not job.trains_adapters else 0  # frozen weights have no gradients
+    weighed = products - 1 if products > 1 else 1
+    seconds = weighed * linear / rates[dtype] + products * attention / rates["attention"]
+    seconds += weight_gradients * linear / rates["fp8 WGrad" if fp8 else "bf16"]
+    seconds += forwards * _tree_seconds_per_token(job, rates[dtype], 1 if fp8 else 2)
+    output_layer = tokens / layout.tp * (weighed + weight_gradients) * outputs / rates["bf16"]
     compute = tokens / layout.tp * seconds / model.layers
     # per layer and direction two all-reduces, or pairs of all-gather and reduce-scatter; recomputation repeats those of the forward pass
     directions = {1: 1, 3: 2, 4: 3}[products]
@@ -153,8 +154,8 @@ def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> f
     """
     if not job.contract.sums_by_tree:
         return 0.0
-    tree_rate = min(COMPUTE_EFFICIENCY * rate, CACHE_BANDWIDTH * GPU_TILE / operand_bytes)
-    return count_linear_flops(job, frozenset({"attention_output", "mlp_out"})) * (1 / tree_rate - 1 / (COMPUTE_EFFICIENCY * rate))
+    tree_rate = min(rate, CACHE_BANDWIDTH * GPU_TILE / operand_bytes)
+    return count_linear_flops(job, frozenset({"attention_output", "mlp_out"})) * (1 / tree_rate - 1 / rate)
 
 
 def _tree_bytes(job: Workload, ranks: int) -> float:
@@ -201,7 +202,7 @@ def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -
     tokens = max(share / running * (MEAN_LENGTH_SHARE * rollout.max_new_tokens), rollout.max_new_tokens)
     flops = sum(count_flops_per_token(job))
     prompts = share / rollout.group_size * job.config.data.max_prompt_tokens  # at best a group's prompt is read once
-    return tokens * decode + prompts * flops / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    return tokens * decode + prompts * flops / (tp * cluster.gpu.rates["bf16"])
 
 
 def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, running: int) -> float:
@@ -211,7 +212,7 @@ def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster,
         read *= 1 - (1 - job.top_k / job.model.experts.count) ** running
     read += running * job.mean_sequence * weights.count_kv_bytes_per_token(job, candidate.rollout_tp)
     read += 2 * running * weights.count_state_bytes_per_request(job, candidate.rollout_tp)  # read and written
-    compute = running * sum(count_flops_per_token(job)) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    compute = running * sum(count_flops_per_token(job)) / (candidate.rollout_tp * cluster.gpu.rates["bf16"])
     tp, results, by_tree = candidate.rollout_tp, running * job.model.hidden, job.contract.sums_by_tree
     messages = 2 if by_tree and results > GATHERED_WHOLE else 1
     all_reduce = messages * DECODE_ALL_REDUCE_LATENCY if tp > 1 else 0.0

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cost.hardware import COMPUTE_EFFICIENCY, GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.cost.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.cost.workload import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner.memory_by_phase import count_kept_bytes, count_offloaded_bytes, count_sample_bytes, usable_bytes
 from megatron_rl.planner.search import CandidateEstimate, SearchResult
@@ -62,8 +62,8 @@ def print_plan(plan: Plan) -> None:
         console.print(f"{number}. {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.search))
     console.print(
-        "Memory is counted from the shards, activations by formula. Seconds are rooflines, measured nowhere: "
-        f"{COMPUTE_EFFICIENCY:.0%} of peak compute, {LINK_EFFICIENCY:.0%} of bandwidths, sequences {MEAN_LENGTH_SHARE:.0%} of the longest."
+        "Memory is counted from the shards, activations by formula. Seconds are rooflines: products at rates measured on one H200, "
+        f"{LINK_EFFICIENCY:.0%} of bandwidths, sequences {MEAN_LENGTH_SHARE:.0%} of the longest."
     )
 
 

@@ -64,7 +64,7 @@ def estimate_bound(phase: Phase, job: Workload, candidate: Candidate, cluster: C
         moved[kind] += count
     for kind, count in phase.moved_in_passes.items():
         moved[kind] += (factor - 1) * count
-    flops = {dtype: phase.flops[dtype] + (factor - 1) * phase.flops_in_passes[dtype] for dtype in phase.flops}
+    flops = {kind: count + (factor - 1) * phase.flops_in_passes[kind] for kind, count in phase.flops.items()}
     seconds = _count_kernel_seconds(moved, flops, cluster.gpu)
     elementwise = sum(count for kind, count in moved.items() if not kind.endswith(_NOT_ELEMENTWISE))
     exposed = sum(factor * waited for waited in _replay(phase.timeline, cluster))
@@ -90,10 +90,10 @@ def count_least_bytes(phase: Phase, bound: Bound, job: Workload, candidate: Cand
 
 def _count_kernel_seconds(moved: Mapping[str, float], flops: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
     seconds = {kind: gpu.memory_seconds(count) for kind, count in moved.items()}
-    for dtype, count in flops.items():
-        if count and dtype in gpu.rates:
-            kind = f"{dtype} products"
-            seconds[kind] = max(seconds.get(kind, 0.0), gpu.product_seconds({dtype: count}))
+    for product, count in flops.items():
+        if count and product in gpu.rates:
+            kind = product if product == "attention" else f"{product} products"
+            seconds[kind] = max(seconds.get(kind, 0.0), gpu.product_seconds({product: count}))
     return seconds
 
 

@@ -68,7 +68,7 @@ class Segment:
     moved: Counter = field(default_factory=Counter)
     """Bytes by kind."""
     flops: Counter = field(default_factory=Counter)
-    """FLOPs by dtype."""
+    """FLOPs by kind."""
     exchange: int = 0
     """The exchange's number in the phase."""
     sent: tuple[str, str, tuple[int, ...], float] | None = None
@@ -96,7 +96,7 @@ class Phase:
     moved_in_passes: Counter = field(default_factory=Counter)
     """Kind -> bytes that kernels read and write in passes."""
     flops: Counter = field(default_factory=Counter)
-    """FLOPs of matrix products by dtype: `fp8`, `bf16`, `fp32`."""
+    """FLOPs of matrix products by kind, as `Gpu.rates` names them."""
     flops_in_passes: Counter = field(default_factory=Counter)
     waits: Counter = field(default_factory=Counter)
     """(kind, line) -> number of times that the host waits for the device."""

@@ -81,13 +81,13 @@ def _iter_on_device(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def name_kind(operator: str, dtype: str, line: str) -> str:
-    """Return the kind of an operator's work, from the dtype of a product or from the line of code that calls the operator."""
+    """Return the kind of an operator's work, from the kind of a product or from the line of code that calls the operator."""
     if operator == "norm":
         return "norms"
     if operator in _QUANTIZING_KERNELS:
         return "quantization"
-    if dtype in ("fp8", "bf16", "fp32"):
-        return "attention" if "attention" in operator else f"{dtype} products"
+    if dtype in ("fp8", "fp8 WGrad", "bf16", "fp32", "attention"):
+        return dtype if dtype == "attention" else f"{dtype} products"
     return next((kind for part, kind in _BY_LINE if part in line), "other element-wise")
 
 

@@ -40,7 +40,7 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
     _check_scales(call, a[1], m, k, recipe[0], recipe[2])
     _check_scales(call, b[1], n, k, recipe[1], recipe[2])
     call.require(k % _TMA == 0 and d.stride(0) * d.itemsize % _TMA == 0, f"strides of k = {k}, n = {n} are not multiples of 16 bytes")
-    call.multiplied("fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
+    call.multiplied("fp8 WGrad" if one_d else "fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
@@ -72,7 +72,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     _check_groups(call, ks, recipe)
     numbers = a[0].numel(), b[0].numel()
     call.require(numbers == (total * m, total * n), f"{numbers} numbers for {total} tokens")
-    call.multiplied("fp8", 2 * m * n * total, *a, *b, c, d)
+    call.multiplied("fp8 WGrad", 2 * m * n * total, *a, *b, c, d)
 
 
 def k_grouped_fp8_gemm_tn_contiguous(
@@ -95,7 +95,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     m, n, words = call.sizes["M"], call.sizes["N"], sum(-(-k // 512) for k in ks)
     call.require(len(ks) <= 128 and not (m % 4 or n % 4), f"{len(ks)} groups of [{m}, {n}]")
     packed = [torch.empty(words, width, dtype=torch.int32, device=d.device) for width in (m, n)]
-    call.multiplied("fp8", 2 * m * n * sum(ks), *a, *b, *packed, c, d)
+    call.multiplied("fp8 WGrad", 2 * m * n * sum(ks), *a, *b, *packed, c, d)
 
 
 def _check_groups(call: Call, ks: Sequence[int], recipe: Any) -> None:

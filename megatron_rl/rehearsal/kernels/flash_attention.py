@@ -21,7 +21,7 @@ def install() -> None:
 def _forward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     query, key, value, starts_q, starts_k = args[:5]
     _check(query, key, value, starts_q, starts_k)
-    gpu.recorder.work("bf16", 2 * _count_products(query, starts_q), query, key, value, query, kernel="attention")
+    gpu.recorder.work("attention", 2 * _count_products(query, starts_q), query, key, value, query)
     return gpu.run(func, args, kwargs)
 
 
@@ -30,7 +30,7 @@ def _backward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:
     starts = next(arg for arg in args[4:] if isinstance(arg, torch.Tensor) and arg.dtype is torch.int32)
     _check(query, key, value, starts, starts)
     require(gradient.dtype == query.dtype and gradient.stride(-1) == 1, _KERNEL, f"the gradient is {gradient.dtype}")
-    gpu.recorder.work("bf16", 5 * _count_products(query, starts), query, key, value, gradient, query, query, key, value, kernel="attention")
+    gpu.recorder.work("attention", 5 * _count_products(query, starts), query, key, value, gradient, query, query, key, value)
     out = gpu.run(func, args, kwargs)
     tokens, heads, width = query.shape
     padded = tokens + 128 * (len(starts) - 1)

@@ -80,7 +80,7 @@ class Call:
         count("other", 0, *tensors, kernel=self.kernel)
 
     def multiplied(self, kind: str, flops: int, *tensors: torch.Tensor) -> None:
-        """Count a matrix product of a dtype such as `fp8`, and the tensors that it reads and writes."""
+        """Count a matrix product of a kind such as `fp8`, and the tensors that it reads and writes."""
         count(kind, flops, *tensors, kernel=self.kernel)
 
 

@@ -125,7 +125,7 @@ def general_gemm(
         out = torch.empty(m, n, dtype=dtype, device=a.device)
     Call(_GEMM).check("out", out, f"{m} {n}", (dtype,))
     require(n * out.itemsize % 16 == 0 and out.data_ptr() % 16 == 0, _GEMM, f"rows of {n} {dtype} are not multiples of 16 bytes")
-    count("fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
+    count("fp8 WGrad" if layout == "NT" else "fp8", 2 * m * n * k, a, b, a_scale, b_scale, out)
     return out, None, None, None
 
 
