@@ -33,7 +33,7 @@ def test_an_all_to_all_sends_over_the_network_what_is_for_other_nodes(ranks, far
 def test_blackwell_has_twice_the_rates_of_hopper_and_more():
     for name in ("b200", "gb200", "b300"):
         gpu, hopper_gpu = GPUS[name], GPUS["h200"]
-        assert gpu.capability[0] == 10 and gpu.rates["fp8"] == 2 * gpu.rates["bf16"]
+        assert gpu.capability[0] == 10 and gpu.fp8 == 2 * gpu.bf16
         assert min(gpu.fp8 / hopper_gpu.fp8, gpu.nvlink / hopper_gpu.nvlink) >= 2 and gpu.memory > hopper_gpu.memory
 
 

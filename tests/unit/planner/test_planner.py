@@ -205,8 +205,8 @@ def test_experts_that_run_at_once_have_padded_rows_which_take_time(monkeypatch):
     assert rows(5120, backend="emulated") == rows(5120, reduction="tree") == rows(5120, mode="bf16") == 16 * 320
     padded = seconds()
     monkeypatch.setattr(RankShapes, "expert_rows", property(lambda shapes: shapes.routed_rows))
-    flops = 0.2 * 3 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096
-    assert padded - seconds() == pytest.approx(flops / (0.35 * NODE.gpu.fp8))
+    flops, rates = 0.2 * 94 * 640 * 8 * 2 * 3 * 1536 * 4096, NODE.gpu.rates
+    assert padded - seconds() == pytest.approx(2 * flops / rates["fp8"] + flops / rates["fp8 WGrad"])
 
 
 def test_what_slices_cost():
@@ -230,7 +230,7 @@ def test_what_sums_by_the_tree_cost():
     """At tp 4 half of the sent bytes are FP32 partial sums instead of BF16, and products are slower."""
     sent = [row_sums.count_bytes_sent(4, 2, scattered, by_tree) for scattered in (False, True) for by_tree in (True, False)]
     assert sent == [4.5, 3.0, 3.0, 1.5]
-    slower = 36 * 2 * 4096 * (4096 + 12288) * (1 / (64 * 5.5e12) - 1 / (0.35 * 1979e12))
+    slower = 36 * 2 * 4096 * (4096 + 12288) * (1 / (64 * 5.5e12) - 1 / NODE.gpu.rates["fp8"])
     forwards = 8192 * (2 * job().config.algorithm.updates_per_step)  # in training, and for log-probs
     candidate = Candidate(Layout())
     algorithm = {"kl_coef": 0}
@@ -263,14 +263,16 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
     linear, attention, outputs = operators.count_flops_per_token(workload)
     assert outputs == 2 * 151936 * 4096
     seconds = [roofline.estimate_step_time(workload, each, NODE).train for each in (one, four)]
-    fp8, bf16 = 3 * linear / (0.35 * NODE.gpu.fp8), 3 / (0.35 * NODE.gpu.bf16)
+    rates = NODE.gpu.rates
+    layers = 2 * linear / rates["fp8"] + linear / rates["fp8 WGrad"] + 3 * attention / rates["attention"]
+    output_layer = 3 * outputs / rates["bf16"]
     tokens = 8192 * one.micro_batches(workload)
-    assert seconds[0] == pytest.approx(tokens * (fp8 + (attention + outputs) * bf16), rel=0.01)
+    assert seconds[0] == pytest.approx(tokens * (layers + output_layer), rel=0.01)
     bubble = roofline.bubble_fraction(4, 1, four.micro_batches(workload))
-    assert seconds[1] == pytest.approx(tokens * ((fp8 + attention * bf16) / 4 + outputs * bf16) / (1 - bubble), rel=0.01)
+    assert seconds[1] == pytest.approx(tokens * (layers / 4 + output_layer) / (1 - bubble), rel=0.01)
     uneven = Candidate(Layout(pp=4, first_stage_layers=10, last_stage_layers=4))  # of 36 layers: others have 11
     pace = roofline.estimate_step_time(workload, uneven, NODE).train
-    assert pace == pytest.approx(tokens * (fp8 + attention * bf16) * 11 / 36 / (1 - bubble), rel=0.01)
+    assert pace == pytest.approx(tokens * layers * 11 / 36 / (1 - bubble), rel=0.01)
 
 
 def test_stages_are_planned_that_take_about_as_long():
