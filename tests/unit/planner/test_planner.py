@@ -242,7 +242,7 @@ def test_what_sums_by_the_tree_cost():
     tree, fast = seconds(candidate, algorithm=algorithm)
     assert tree - fast == pytest.approx(forwards * candidate.micro_batches(job(algorithm=algorithm)) * slower)
     tree, fast = seconds(Candidate(Layout(tp=4, dp=2), rollout_tp=2, engines=4))
-    assert 1 < tree / fast < 1.3
+    assert 1 < tree / fast < 1.4
     workings = [activations.count_working(RankShapes(job(precision={"reduction": r}), Layout(tp=8), 100)) for r in ("tree", "fast")]
     assert workings[0] == 8 * 4096 * 100 > workings[1]
 
@@ -276,10 +276,10 @@ def test_the_last_stage_with_its_output_layer_sets_a_pipelines_pace():
 
 
 def test_stages_are_planned_that_take_about_as_long():
-    """94 layers do not divide into eight stages, and the output layer takes as long as several layers."""
+    """94 layers do not divide into eight stages, and the output layer takes longer than a layer."""
     workload, cluster = job("Qwen3-235B-A22B"), Cluster.from_options(16, 8, "h200")
     layout = Layout(tp=8, pp=8, dp=2, ep=8, etp=1)
-    assert 2 < roofline.weigh_output_layer(workload, layout, cluster) < 4
+    assert 1 < roofline.weigh_output_layer(workload, layout, cluster) < 2
     found = list(Planner(workload, cluster)._layouts(128))
     assert replace(layout, last_stage_layers=10) in found and not [each for each in found if each.pp == 64]
     for each in found:
