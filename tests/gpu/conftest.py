@@ -13,8 +13,12 @@ from support import fake_gpu_libraries
 
 from megatron_rl.kernels.linear import make_backend, requirements
 
-TO_BEAT = {"actor update of 8B": 1.54, "reference forward of 8B": 1.80, "rollout of 32B": 1.33, "sync": 0.80}
-"""Speed over BF16 that Jet-RL reports for a model of that size (arXiv 2601.14243); of the sync, the share of a device copy's speed."""
+TO_BEAT = {
+    **{"actor update of 8B": 1.35, "reference forward of 8B": 1.50, "actor update of 32B": 1.54, "reference forward of 32B": 1.80},
+    **{"rollout of 32B": 1.33, "sync": 0.80},
+}
+"""Speed over BF16: what the products of an 8B at the rates of benchmarks/h200 allow, and what Jet-RL reports (arXiv 2601.14243, for a model
+of 8B, here asked of 32B). Of the sync, the share of a device copy's speed."""
 GPU_SECONDS = 135
 """Time limit of a test on a GPU that has none of its own; tools/gpu_check.sh limits its parts."""
 _PACKAGES = ("torch", "triton", "megatron-core", "sglang", "sglang-kernel", "sgl-deep-gemm", "transformer-engine", "flashinfer-python")
