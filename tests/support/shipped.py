@@ -34,7 +34,7 @@ def rehearse_trainers(*jobs):
 
 
 def check_aims(rank):
-    """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 20 % of their bound."""
+    """Check that phases move less than 1.5 times the least element-wise bytes, and expose less than 25 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
             assert 1 < bound["elementwise_bytes"] / phase["least_elementwise_bytes"] < 1.5, phase["phase"]
@@ -42,10 +42,10 @@ def check_aims(rank):
 
 
 def check_exposed(rank):
-    """Check that phases expose less than 20 % of their bound."""
+    """Check that phases expose less than 25 % of their bound."""
     for phase in rank["phases"]:
         if bound := phase["bound"]:
-            assert bound["seconds"]["exposed communication"] < 0.2 * bound["total_seconds"], phase["phase"]
+            assert bound["seconds"]["exposed communication"] < 0.25 * bound["total_seconds"], phase["phase"]
 
 
 def run_module(*command, path=""):
