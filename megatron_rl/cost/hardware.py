@@ -13,9 +13,9 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 COMPUTE_EFFICIENCY = {"fp8": 0.7, "int8": 0.7, "fp8 WGrad": 0.45, "bf16": 0.77, "fp32": 0.77, "attention": 0.3}
-"""Kind of product -> share of the dtype's peak rate that kernels reach. Measured on one H200 (benchmarks/h200, alone and within an update of
-8B's widths): FP8 1,300 to 1,480 TFLOP/s, weight gradients from FP8 operands 800 to 1,000, BF16 700 to 835, FlashAttention 2 about 300.
-Those of INT8 and FP32, and those of other GPUs, are assumed to be equal."""
+"""Kind of product -> share of the dtype's peak rate that kernels reach. Measured on one H200, alone and within an update of 8B's widths
+(benchmarks/h200): FP8 1,300 to 1,480 TFLOP/s, weight gradients from FP8 operands 800 to 1,000, BF16 700 to 835, FlashAttention 2 about
+300. The shares of INT8 and FP32, and those of other GPUs, are assumed to be equal."""
 LINK_EFFICIENCY = 0.7
 """Share of the bandwidth of links and HBM that estimates use. An assumption."""
 CACHE_BANDWIDTH = 5.5e12
