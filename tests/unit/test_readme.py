@@ -140,7 +140,7 @@ def test_rank_0_of_eight_misses_only_the_gpus(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **launcher}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("megatron-rl: precision.backend = 'transformer_engine': cannot run here: torch is a CPU build")
+    assert done.stderr.startswith("megatron-rl: precision.backend = 'deep_gemm': cannot run here: torch is a CPU build")
 
 
 def test_ranks_of_torchrun_find_the_users_code_in_the_working_directory(tmp_path):
