@@ -45,6 +45,7 @@ from rollout_sglang.server_options import find_sglang_folder, make_arguments
 DISABLED_MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """SGLang's default compiles DeepGEMM's kernels for 16,384 batch sizes at the start; if off, each is compiled at its first use."""
+_OWN_FLASH_ATTENTION = "SGLANG_USE_SGL_FA3_KERNEL"  # FlashAttention 3 from sgl-kernel, not from the Hugging Face Hub
 _WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
 """Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
@@ -126,6 +127,8 @@ def make_server_arguments(
     if torch.cuda.is_available():
         if contract.scales_kv_by_layer:
             options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
+        if contract.sums_by_ranks:
+            options["attention-backend"] = "fa3"
         if blackwell.is_blackwell():
             options = blackwell.SERVER_OPTIONS | options
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
@@ -172,6 +175,7 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
         shared = {gated_delta.SHARED_VARIABLE: "1"} if shares_delta_rule(contract) else {}
+        shared |= {_OWN_FLASH_ATTENTION: "true"} if contract.sums_by_ranks else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory, **shared}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`

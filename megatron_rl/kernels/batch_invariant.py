@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.kernels.linear import plain
 from megatron_rl.precision import threads
 from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.threads import all_threads, single_threaded
@@ -94,7 +95,9 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype."""
+    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype. On a GPU, see `kernels.linear.plain`."""
+    if plain.takes(x, weight):
+        return plain.multiply(x, weight)
     columns = _min_columns(weight.shape[-1], MIN_COLUMNS) if x.dtype == torch.float32 else MIN_COLUMNS
     if len(weight) >= columns or x.is_cuda:
         return apply_product(lambda rows: _multiply(rows, weight), x)

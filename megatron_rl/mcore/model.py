@@ -25,7 +25,7 @@ from megatron_rl.mcore.layers.norms import connect_norms
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.optim import quantizing_optimizer
-from megatron_rl.mcore.platform import adam, cpu
+from megatron_rl.mcore.platform import adam, cpu, products
 from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig, build_transformer_config
 from megatron_rl.mcore.weights.load_weights import set_formats
 from megatron_rl.observability.profiling import runs_under_nsys
@@ -85,6 +85,8 @@ def build_model(
     the contract's high-precision dtype. Raise UserError if the trainer does not support the model."""
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
+    if contract.sums_by_ranks and torch.cuda.is_available():
+        products.share_products()
     config, length = build_transformer_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
     chunks = [_build_chunk(geometry, length, config, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_formats(chunks, geometry, layout, contract)

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
+from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout.engine_packages import HOPPER
 from parallel.attention import SoftmaxAttention
 from parallel.row_sums import count_parts
-
-HEAD_WIDTHS = (128,)
-"""Head widths for which, by reading, FlashAttention 3 adds keys in the same blocks in the trainer, in prefills and in decoding."""
 
 
 class Limit(NamedTuple):

@@ -87,6 +87,7 @@ def list_gpu_hooks() -> list[Hook]:
     shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
     shared += list_blackwell_hooks() if blackwell.is_blackwell() else []
     shared += list_all_reduce_hooks() if tree_reduction.count_parts() > 1 else []
+    shared += list_rank_hooks() if tree_reduction.sums_by_ranks() else []
     return [
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", quant.dispatch_block_linear, "AROUND"),
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
@@ -108,6 +109,25 @@ def list_all_reduce_hooks() -> list[Hook]:
     return [
         (_CUSTOM_ALL_REDUCE + "__init__", gpu_all_reduce.leave_out_multicast, "AROUND"),
         ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", gpu_all_reduce.all_reduce, "AROUND"),
+    ]
+
+
+def list_rank_hooks() -> list[Hook]:
+    """Return the hooks on products, attention and rotary tables with `precision.reduction = "ranks"`."""
+    from rollout_sglang.hooks import rank_kernels
+
+    fp8, plain = "sglang.srt.layers.quantization.fp8_utils.", "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod."
+    return [
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", rank_kernels.load_model, "AROUND"),
+        (fp8 + "dispatch_w8a8_block_fp8_linear", rank_kernels.require_deep_gemm, "AROUND"),
+        (fp8 + "triton_w8a8_block_fp8_linear", rank_kernels.refuse_fallback, "REPLACE"),
+        (plain + "apply", rank_kernels.apply_plain_linear, "REPLACE"),
+        (plain + "apply_with_addend", rank_kernels.refuse_product, "REPLACE"),
+        (plain + "apply_into", rank_kernels.refuse_product, "REPLACE"),
+        ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", rank_kernels.compute_lm_head, "REPLACE"),
+        ("sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__", rank_kernels.start_attention, "AROUND"),
+        ("sglang.kernels.ops.attention.flash_attention.flash_attn_with_kvcache", rank_kernels.attend, "AROUND"),
+        ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache", rank_kernels.make_cos_sin, "REPLACE"),
     ]
 
 

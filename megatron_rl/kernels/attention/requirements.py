@@ -1,8 +1,10 @@
-"""What packed attention on a GPU needs of the installed torch. Imports torch only inside, because `doctor` runs without it."""
+"""What packed attention on a GPU needs of the installed packages. Imports torch only inside, because `doctor` runs without it."""
 
 import inspect
 
 _ARGUMENTS = ("scale", "window_size", "enable_gqa")  # of `varlen_attn` that `kernels.attention.reference.flash_attention` passes
+HEAD_WIDTHS = (128,)
+"""Head widths for which, by reading, FlashAttention 3 adds keys in the same blocks in the trainer, in prefills and in decoding."""
 INSTALL_HINT = "install torch 2.12 or newer: bash launch/install_gpu.sh"
 
 

@@ -21,6 +21,11 @@ def rotates_rows(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
+def make_tables(angles: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of angles, float32 `[positions, pairs]`, multiplied by `scale`, for trainer and engine."""
+    return (angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous()
+
+
 class Rotation(NamedTuple):
     """The rotation of the tokens of a row, the same for all layers."""
 
@@ -32,7 +37,7 @@ class Rotation(NamedTuple):
     @classmethod
     def from_angles(cls, angles: torch.Tensor, positions: torch.Tensor, interleaved: bool, scale: float = 1.0) -> Self:
         """Return the rotation by `angles` float32 `[positions, pairs]`, with cos and sin multiplied by `scale` as in YaRN."""
-        return cls((angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous(), positions, interleaved)
+        return cls(*make_tables(angles, scale), positions, interleaved)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return x `[t, heads, d]` with the first two numbers per angle of each head rotated, with gradient."""

@@ -237,7 +237,7 @@ def _score_in_one_pass(
     ranks, filtered, summaries = parallel_state.get_tensor_model_parallel_world_size(), targets.kept is not None, list[torch.Tensor]()
     parts = vocabulary.count_parts(len(weight) * ranks, ranks)
     for chunk in _cut_into_chunks(len(hidden), len(weight), not filtered):
-        logits, own = hidden[chunk] @ weight.t(), targets[chunk]
+        logits, own = invariant_matmul(hidden[chunk], weight), targets[chunk]
         seen = [own.keep(logits), logits] if filtered and with_entropy else [own.keep(logits)]
         columns = own.find_columns(len(weight))
         summaries.append(torch.stack([vocabulary.summarize(each, columns, own.temperature, parts) for each in seen], -1))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_rl.kernels.attention import flash3
 from megatron_rl.kernels.attention import reference as packed_attention
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.rope.reference import Rotation, RoundedRotation
@@ -34,11 +35,18 @@ class PackedRowParams(PackedSeqParams):
         return self.rotation
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, sinks: torch.Tensor | None, window: int
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+        window: int,
+        shared: bool = False,
     ) -> torch.Tensor:
-        """Return the attention of a whole row, by the engine's operator on a CPU, FlashAttention on a GPU, and torch's fused attention for
-        FP32, which FlashAttention lacks. A context-parallel rank passes and receives its own positions. `sinks` are those of all heads of
-        this rank, see `batch_invariant.attention`."""
+        """Return the attention of a whole row, by the engine's operator on a CPU, FlashAttention on a GPU (the engine's FlashAttention 3 if
+        `shared`), and torch's fused attention for FP32, which FlashAttention lacks. A context-parallel rank passes and receives its own
+        positions. `sinks` are those of all heads of this rank, see `batch_invariant.attention`."""
         shard = self.shard
         if shard is not None and shard.size > 1:
             query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
@@ -47,6 +55,8 @@ class PackedRowParams(PackedSeqParams):
             out = packed_attention.grouped_attention(query, key, value, self.groups, scale, sinks, window)
         elif sinks is not None:
             raise NotImplementedError("attention with sinks has no kernel for GPUs")
+        elif shared:
+            out = flash3.attend(query, key, value, self.cu_seqlens_q, self.max_seqlen_q, scale)
         elif query.dtype is torch.float32:
             out = packed_attention.sdpa_per_sequence(query, key, value, self.lengths, scale)
         else:

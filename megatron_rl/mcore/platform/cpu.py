@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.batch_invariant import InvariantMatmuls
+from megatron_rl.mcore.platform.products import patch_linear_products
 from megatron_rl.precision.threads import single_threaded
 
 KNOWN_VERSIONS = ("0.19.2",)
@@ -67,7 +67,7 @@ def install() -> None:
     _patch_layers()
     _patch_uneven_collectives()
     _patch_lone_replicas()
-    _patch_linear_products()
+    patch_linear_products()
 
 
 def _patch_cuda() -> None:
@@ -154,15 +154,3 @@ def _patch_lone_replicas() -> None:
 
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         setattr(buffers, name, partial(skip_if_alone, getattr(buffers, name)))
-
-
-def _patch_linear_products() -> None:
-    # forward products of unquantized linear layers: long BF16 sums depend on the number of rows
-    import megatron.core.tensor_parallel.layers as layers
-
-    def multiply(forward: Any, *args: Any) -> Any:
-        with InvariantMatmuls():
-            return forward(*args)
-
-    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
-        function.forward = staticmethod(partial(multiply, function.forward))

@@ -5,7 +5,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron_rl.kernels.batch_invariant import invariant_matmul
-from megatron_rl.mcore.platform import cpu
+from megatron_rl.mcore.platform import products
 
 FUNCTIONS = {  # arguments after input and weight: bias, ...
     layers.LinearWithFrozenWeight: (None, False, None),
@@ -18,7 +18,7 @@ def test_forward_products_have_the_engines_bits_and_gradients(function, monkeypa
     """A token's bits must not depend on the other tokens of its batch."""
     for patched in FUNCTIONS:  # undone at the end
         monkeypatch.setattr(patched, "forward", patched.forward)
-    cpu._patch_linear_products()
+    products.patch_linear_products()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 1, 2048, generator=generator).bfloat16().requires_grad_()
     weight = (0.05 * torch.randn(512, 2048, generator=generator)).bfloat16()
