@@ -76,7 +76,8 @@ def attend(original: Callable[..., Any], *, q: torch.Tensor, k_cache: torch.Tens
     """Wrap `flash_attn_with_kvcache`, for prompts and decoded tokens: the trainer's blocks of keys. `max_seqlen_q` is an upper bound, so
     two queries may be announced for one."""
     flash3.check_heads(q, k_cache, v_cache)
-    plain_causal = named["causal"] and tuple(named["window_size"]) == (-1, -1) and not named.get("softcap") and named.get("sinks") is None
+    whole = tuple(named.get("window_size", (-1, -1))) == (-1, -1) and not named.get("softcap") and named.get("sinks") is None
+    plain_causal = named["causal"] and whole and named.get("qv") is None
     if not plain_causal or named["num_splits"] != 1 or named.get("scheduler_metadata") is not None or named["ver"] != 3:
         raise NotImplementedError("attention with splits, a window, sinks or a cap is outside of precision.reduction = 'ranks'")
     named["max_seqlen_q"] = max(named["max_seqlen_q"], flash3.MIN_QUERIES)

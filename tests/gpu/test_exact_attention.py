@@ -1,5 +1,5 @@
 """SGLang's FlashAttention 3 in one split: prompts in chunks and decoded tokens, from paged keys, have the bits of whole packed sequences,
-for the widths of heads that trainer and engine would share. Nothing in the trainer attends by it yet: this decides for which widths it can.
+for the widths of heads that trainer and engine share (`kernels.attention.requirements.HEAD_WIDTHS`) and for those that they could share.
 On a CPU, a stand-in that attends exactly, or in an order that follows the queries, checks the test itself."""
 
 import itertools
@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from support.kernel_tests import random
+
+from megatron_rl.kernels.attention import flash3, reference
 
 LENGTHS = {"cuda": (4097, 300, 64, 1), "cpu": (70, 33, 1)}
 CHUNKS = (1, 40, 128)
@@ -16,7 +18,7 @@ class FlashAttention3:
     """Keys lie in pages of one token, as in SGLang."""
 
     def __init__(self):
-        from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_varlen_func, flash_attn_with_kvcache
+        from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._packed, self._cached = flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -81,6 +83,26 @@ def test_one_split_has_the_bits_of_packed_sequences(heads, groups, dim, record_p
     found = count_different_tokens(FlashAttention3(), heads, groups, dim, LENGTHS["cuda"], "cuda")
     record_property(f"{heads} heads of {dim}, {groups} groups: tokens that differ", found)
     assert not any(found.values()), found
+
+
+@pytest.mark.gpu
+def test_the_trainers_attention_and_its_gradients(record_property):
+    """The output is that of one split; gradients are FlashAttention 2's, from FlashAttention 3's output and log-sums."""
+    lengths = (1500, 300, 1)
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    *inputs, gradient = (random(sum(lengths), n, 128, seed=n + s, dtype=torch.bfloat16).cuda() for s, n in enumerate((32, 8, 8, 32)))
+    output = flash3.attend(*(x.requires_grad_() for x in inputs), starts, max(lengths), None)
+    assert torch.equal(output, FlashAttention3().attend_packed(*(x.detach() for x in inputs), starts, 1500))
+    found = torch.autograd.grad(output, inputs, gradient)
+    for other, limit in ((reference.flash_attention(*inputs, starts, max(lengths), None), 2e-2), (exact(inputs, lengths), 2e-2)):
+        for name, a, b in zip("qkv", found, torch.autograd.grad(other, inputs, gradient.to(other.dtype)), strict=True):
+            error = float((a.double() - b.double()).norm() / b.double().norm())
+            record_property(f"gradient of {name}: relative error", error)
+            assert error < limit, name
+
+
+def exact(inputs, lengths):
+    return reference.sdpa_per_sequence(*(x.float() for x in inputs), list(lengths), None)
 
 
 def test_the_comparison_itself():

@@ -23,6 +23,7 @@ KV = ["--precision.kv=e4m3_per_layer"]
 DEEP = TINY | {"num_hidden_layers": 4}
 """FlashInfer's plan waits up to three times at one line, which must not look like once in each layer."""
 TWO = ["--rollout.tp=2", "--rollout.engines=1", "--rollout.max_running_requests=16"]
+ONE = ["--rollout.engines=1", "--rollout.max_running_requests=16"]
 EP, INT8 = ["--rollout.ep=2"], ["--precision.mode=int8_rollout"]
 
 
@@ -104,6 +105,7 @@ CASES = {
     "int8": ([*TWO, *INT8], TINY),
     "tree": ([*TWO, *TREE], TINY),
     "ranks": ([*TWO, *RANKS], TINY),
+    "ranks, bf16": ([*ONE, *RANKS, *BF16], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
     "cache": ([*TWO, *KV], DEEP),
     "cache, disaggregated": ([*TWO, *KV, *APART], DEEP),
@@ -140,6 +142,8 @@ def main(folder, gpu, names):
     from rollout_sglang.rehearsal import rank as rehearsed_rank
 
     os.environ["MEGATRON_RL_DELTA"] = "1"  # as every mode sets it that quantizes both sides or none
+    if names[0].startswith("ranks"):  # hooks are chosen when SGLang is imported
+        os.environ["MEGATRON_RL_REDUCTION"] = "ranks"
     rehearsed_rank.install_gpu(GPUS[gpu])
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr

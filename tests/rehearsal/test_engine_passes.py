@@ -8,7 +8,7 @@ from support.shipped import run_module
 
 pytestmark = pytest.mark.long
 
-KINDS = {"bf16": "bf16", "int8": "int8", "int8 experts": "int8"}
+KINDS = {"bf16": "bf16", "ranks, bf16": "bf16", "int8": "int8", "int8 experts": "int8"}
 """Dtype of most matrix products by case. FP8 in all other cases."""
 _DELTA = ("delta", "delta experts")
 CACHES = ("cache", "cache, disaggregated", "delta, cache")
@@ -19,7 +19,6 @@ PLAIN = (
     "bf16",
     "int8",
     "tree",
-    "ranks",
     "disaggregated",
     "latent",
     "latent, two nodes",
@@ -47,6 +46,14 @@ def ranks(tmp_path_factory):
         "engine_rehearsals", str(tmp_path_factory.mktemp("engines")), "h100", *PLAIN, *PLANTED, path=str(Path(__file__).parent)
     )
     return json.loads(found.splitlines()[-1])
+
+
+def test_an_engine_in_the_trainers_order_of_sums(tmp_path):
+    """The stand-ins of FlashAttention 3 and DeepGEMM check what decides the order."""
+    cases = ("ranks", "ranks, bf16")
+    ranks = json.loads(run_module("engine_rehearsals", str(tmp_path), "h100", *cases, path=str(Path(__file__).parent)).splitlines()[-1])
+    for case in cases:
+        check_passes(ranks[case], case, 8192, "h100")
 
 
 @pytest.mark.parametrize("case", PLAIN)

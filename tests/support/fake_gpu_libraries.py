@@ -37,6 +37,7 @@ def install(monkeypatch):
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,
+        bf16_gemm_nt=bf16_gemm_nt,
         m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous,
         k_grouped_fp8_gemm_nt_contiguous=k_grouped_fp8_gemm_nt_contiguous,
         k_grouped_fp8_gemm_tn_contiguous=k_grouped_fp8_gemm_tn_contiguous,
@@ -193,6 +194,13 @@ def fp8_gemm_nt(a, b, d, c=None, recipe=None):
     else:
         assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.dtype == torch.float32 and d.data_ptr() % 16 == 0
         d.add_(product)
+
+
+def bf16_gemm_nt(a, b, d):
+    for x in (a, b, d):
+        assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.data_ptr() % 16 == 0
+        assert len(x) == 1 or x.stride(0) % 8 == 0, "TMA needs strides of whole 16 bytes"
+    d.copy_(a.float() @ b.float().t())
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows_of, recipe=None):

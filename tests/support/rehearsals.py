@@ -74,6 +74,8 @@ CASES = {
     "doubled_activation": (TWO, TINY),
     "gather_in_wrong_group": (TWO, TINY),
     "gather_among_context_ranks": (CP, TINY),
+    "ranks": ([*DEEP_GEMM, *RANKS], TINY),
+    "ranks, bf16": ([*BF16, *DEEP_GEMM, *RANKS], TINY),
     "refused_scales": ([*DEEP_GEMM, *SPREAD], TINY),
     "module_without_a_share": (TWO, TINY),
     "part_at_another_place": (TWO, TINY),

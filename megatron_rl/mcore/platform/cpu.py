@@ -1,7 +1,7 @@
 """Patches that let an unmodified Megatron-Core run without CUDA. Call `install()` once, before a model is built.
 
 Megatron hard-codes `device="cuda"`, queries `torch.cuda`, compares tensor type strings, and runs collectives that gloo lacks. Each patch
-names the Megatron code that needs it. All patches of Megatron are here, except for replaced classes: `adam.FusedAdam` and
+names the Megatron code that needs it. All patches of Megatron are here, except for `products` and replaced classes: `adam.FusedAdam` and
 `quantizing_optimizer.QuantizingOptimizer`. They were checked with the releases in `KNOWN_VERSIONS`; any other release is refused.
 tests/distributed/test_cpu_patches.py tries each one without.
 """

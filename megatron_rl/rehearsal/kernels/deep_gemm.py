@@ -43,6 +43,28 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
     call.multiplied("fp8 WGrad" if one_d else "fp8", 2 * m * n * k, *a, *b, *([d] if c is None else [c, d]))
 
 
+_deterministic = [False]
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    _deterministic[0] = enabled
+
+
+def get_deterministic_algorithms() -> bool:
+    return _deterministic[0]
+
+
+def bf16_gemm_nt(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> None:
+    """d [m, n] = a [m, k] @ b [n, k]^T, by DeepGEMM's own kernel."""
+    call = Call("deep_gemm.bf16_gemm_nt")
+    call.check_all(locals(), "a [M K] bfloat16 (* 1); b [N K] bfloat16 (* 1); d [M N] bfloat16 (* 1)")
+    m, n, k = (call.sizes[name] for name in "MNK")
+    strides = [x.stride(0) * x.itemsize % _TMA for x in (a, b, d) if len(x) > 1]
+    call.require(not any(strides), f"strides of k = {k}, n = {n} are not multiples of 16 bytes")
+    call.require(_deterministic[0], "cuBLASLt multiplies outside of the deterministic mode")
+    call.multiplied("bf16", 2 * m * n * k, a, b, d)
+
+
 def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, recipe: Any = None, **_: Any) -> None:
     """d [m, n] = a [m, k] @ b[expert of the row] [n, k]^T. Rows of expert -1 are skipped on Hopper."""
     call = Call("deep_gemm.m_grouped_fp8_gemm_nt_contiguous")
@@ -129,7 +151,10 @@ def _check_scales(call: Call, scale: torch.Tensor, mn: int, k: int, gran_mn: int
 
 
 _FUNCTIONS = (
+    bf16_gemm_nt,
     fp8_gemm_nt,
+    use_deterministic_algorithms,
+    get_deterministic_algorithms,
     m_grouped_fp8_gemm_nt_contiguous,
     k_grouped_fp8_gemm_nt_contiguous,
     k_grouped_fp8_gemm_tn_contiguous,

@@ -1,13 +1,15 @@
 """FlashAttention 2 as torch's `varlen_attn` calls it, with the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp) and the
-workspace of the backward pass."""
+workspace of the backward pass; and the forward pass of FlashAttention 3 (`kernels.attention.flash3`)."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401 - registers the operators
 
 from megatron_rl.rehearsal.device import FakeGpu, add_handler, value_of
-from megatron_rl.rehearsal.kernels import require
+from megatron_rl.rehearsal.kernels import count, require
 from megatron_rl.rehearsal.kernels.match import Call
 
 _KERNEL = "FlashAttention 2"
@@ -16,6 +18,31 @@ _KERNEL = "FlashAttention 2"
 def install() -> None:
     add_handler(torch.ops.torch_attn._varlen_attn.default, _forward)
     add_handler(torch.ops.torch_attn._varlen_attn_backward.default, _backward)
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
+    package.flash_attn, module.flash_attn_varlen_func = module, flash_attn_varlen_func  # type: ignore[attr-defined]
+    sys.modules |= {each.__name__: each for each in (package, module)}
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    num_splits: int,
+    return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention 3 in one split: (output, log-sums float32 [h, t])."""
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    require(causal and num_splits == 1 and min(max_seqlen_q, max_seqlen_k) > 1, "FlashAttention 3", "not the engine's order of sums")
+    output, log_sums = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
+    count("bf16", 2 * _count_products(q, cu_seqlens_q), q, k, v, output, log_sums, kernel="attention")
+    return output, log_sums
 
 
 def _forward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.attention import flash3
 from megatron_rl.rehearsal.device import value_of
 from megatron_rl.rehearsal.kernels.match import Call
+from rollout_sglang.hooks import tree_reduction
 
 _TYPES = "half|float8_e4m3fn"
 _LARGEST_HEAD = 256
@@ -79,6 +81,9 @@ def flash_attn_with_kvcache(
     unknown = {"k": k, "v": v, "rotary_cos": rotary_cos, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad} | others
     for name, value in unknown.items():
         call.require(value is None or value in (0, False), f"{name} is not known to the rehearsal")
+    if tree_reduction.sums_by_ranks():
+        shared = num_splits == 1 and scheduler_metadata is None and (max_seqlen_q or 0) >= flash3.MIN_QUERIES and causal
+        call.require(shared, f"{num_splits} splits for {max_seqlen_q} queries are not the trainer's order of sums")
     call.require(page_table is not None and cu_seqlens_q is not None and max_seqlen_q is not None, "the cache or the batch is not ragged")
     call.check_all(given, f"q [T H D] {_TYPES} (* * 1); k_cache [P S K D] =q (* * * 1); v_cache [P S K V] =q (* * * 1)")
     call.check_all(given, "cu_seqlens_q [*] int32")

@@ -13,7 +13,7 @@ from megatron_rl.kernels.heads.reference import rotate_heads
 from megatron_rl.kernels.rope.reference import Rotation
 from megatron_rl.mcore.passes import logprobs
 from megatron_rl.mcore.passes.logprobs import Targets, token_logprobs
-from rollout_sglang.hooks import gpu_kernels
+from rollout_sglang.hooks import gpu_kernels, rank_kernels
 from rollout_sglang.platform import stub_modules
 
 VOCABULARY = 48
@@ -84,8 +84,9 @@ def compare_tables():
 
     for dim, base in ((64, 10000.0), (128, 1000000.0), (128, 5000000.0)):
         angles = Megatrons(dim, 1.0, rotary_base=base, use_cpu_initialization=True).get_freqs_non_repeated(512)
-        table = RotaryEmbedding(dim, dim, 512, base, True, torch.float32).cos_sin_cache
-        assert torch.equal(torch.cat([angles.cos(), angles.sin()], -1), table)
+        embedding = RotaryEmbedding(dim, dim, 512, base, True, torch.float32)
+        table = torch.cat(Rotation.from_angles(angles, None, False)[:2], -1)
+        assert torch.equal(table, embedding.cos_sin_cache) and torch.equal(table, rank_kernels.make_cos_sin(embedding))
 
 
 def swiglu_is_rounded_once():
