@@ -1,6 +1,7 @@
 """Which kernels the engine's live modules compute with (`precision.graph.kernels`): read from the methods that SGLang has chosen for each
 module, and from the hooks that its `HookRegistry` has put around them. A method without a hook is a kernel of SGLang's own."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.attention import flash3
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.gated_delta import reference as delta
 from megatron_rl.kernels.gates import reference as gates
 from megatron_rl.kernels.heads import reference as heads
+from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.linear import reference as linear
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.sums import reference as tree
@@ -32,7 +35,7 @@ from megatron_rl.precision.graph.kernels import (
     unwrap,
 )
 from megatron_rl.precision.graph.reader import digest_table
-from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_kernels
+from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_kernels, rank_kernels
 
 COMPUTES: dict[Any, Callable[..., Any]] = {
     cpu_kernels.apply_block_fp8_linear: linear.fprop,
@@ -57,6 +60,8 @@ COMPUTES: dict[Any, Callable[..., Any]] = {
     gpu_kernels.apply_rms_norm: norm.normalize,
     gpu_kernels.multiply_by_gate: swiglu.multiply,
     gpu_kernels.rotate: heads.turn_heads,
+    rank_kernels.apply_plain_linear: plain.multiply,
+    rank_kernels.compute_lm_head: plain.multiply,
 }
 """Function of this project in the engine -> the trainer's function that it computes with."""
 _BY_TREE: dict[Any, Any] = {linear.fprop: linear.fprop_by_tree, batch_invariant.invariant_matmul: tree.multiply}
@@ -78,7 +83,9 @@ def identify_live(function: Any, order: str = "") -> Kernel:
     """Return what a live method of SGLang computes with."""
     function, on_gpu = unwrap(function), torch.cuda.is_available()
     hook = find_hook(function) or function
-    return identify(COMPUTES.get(hook, hook), order or _ORDERS.get(hook.__qualname__, ""), on_gpu)
+    computes = COMPUTES.get(hook, hook)
+    known = plain.ORDER if computes is plain.multiply else _ORDERS.get(hook.__qualname__, "")
+    return identify(computes, order or known, on_gpu)
 
 
 def find_method(module: Any) -> Any:
@@ -137,7 +144,9 @@ def identify_attention(backend: Any) -> Kernel:
     """Return what computes the attention of prompts and of decoded tokens with a live backend."""
     kind = type(backend)
     if hasattr(backend, "num_splits"):  # FlashAttention 3
-        return Kernel("sgl_kernel.flash_attn", find_package("sgl_kernel"), f"{backend.num_splits} splits")
+        live = getattr(sys.modules.get(kind.__module__), "flash_attn_with_kvcache", None)
+        shared = find_hook(live) is rank_kernels.attend and backend.num_splits == backend.decode_num_splits == 1
+        return Kernel(flash3.KERNEL, find_package("sgl_kernel"), flash3.ORDER if shared else f"{backend.num_splits} splits")
     names = [name for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode") if hasattr(kind, name)]
     kernels = {identify_live(getattr(kind, name)) for name in names or ("forward_extend", "forward_decode") if hasattr(kind, name)}
     found = sorted(kernels, key=str)

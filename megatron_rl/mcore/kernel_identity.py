@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.attention import flash3
 from megatron_rl.kernels.attention.reference import flash_attention, sdpa_per_sequence
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.gated_delta import reference as gated_delta
 from megatron_rl.kernels.gates import reference as gates
 from megatron_rl.kernels.heads import reference as heads
+from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.linear import reference as linear
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.rope import reference as rope
@@ -58,6 +60,8 @@ def identify_linear(module: Any, by_tree: bool, on_gpu: bool) -> Kernel:
     if getattr(module, "blocks", None) is None:
         if by_tree:
             return identify(tree.multiply, on_gpu=on_gpu)
+        if plain.is_shared():
+            return identify(plain.multiply, plain.ORDER)
         return identify(F.linear if on_gpu else batch_invariant.invariant_matmul)
     if not module.quantizes_input:
         return identify(batch_invariant.invariant_matmul, on_gpu=on_gpu)
@@ -93,6 +97,8 @@ def identify_rest(layer: Any, model: Any, on_gpu: bool) -> dict[str, Kernel]:
     rotary = identify(rotation, table, True) if on_gpu else identify(rope.RoundedRotation.turn, f"{ROUNDED_ROTATION}, {table}")
     hidden = model.config.params_dtype
     core = batch_invariant.attention if not on_gpu else sdpa_per_sequence if hidden is torch.float32 else flash_attention
+    if on_gpu and model.config.shares_kernels:
+        return kernels | {"rope": rotary, "attention": Kernel(flash3.KERNEL, find_package("sgl_kernel"), flash3.ORDER)}
     return kernels | {"rope": rotary, "attention": identify(core)}
 
 

@@ -31,6 +31,12 @@ def sums_by_tree() -> bool:
     return os.environ.get(REDUCTION_VARIABLE) == "tree"
 
 
+@functools.cache
+def sums_by_ranks() -> bool:
+    """Return whether the engine of this process has the order of sums of `precision.reduction = "ranks"`."""
+    return os.environ.get(REDUCTION_VARIABLE) == "ranks"
+
+
 def count_parts() -> int:
     """Return the number of parts that the engine of this process adds in the order of ranks; 1 unless `precision.reduction = "ranks"`."""
     return int(os.environ.get(PARTS_VARIABLE, 1))

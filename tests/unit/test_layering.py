@@ -35,7 +35,7 @@ ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
     "triton": ("megatron_rl/kernels/*/triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
-    "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", *PACKAGES_CHECK),
+    "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", "megatron_rl/kernels/linear/plain.py", *PACKAGES_CHECK),
     "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
 }

@@ -1,9 +1,10 @@
 """FlashAttention 3 of SGLang's sgl-kernel on Hopper, which trainer and engine share with `precision.reduction = "ranks"`.
 
-By reading of FlashAttention's `hopper/` (nothing was run), a row's bits do not depend on its batch: with one split, blocks of 128 keys begin
-at multiples of 128 and are added from the last to the first by 64-row instructions. A block that is masked for a row multiplies its sums by
-1 and adds 0. For one query, the kernel drops the causal mask and takes other blocks, unless heads are 128 wide and keys are paged, so both
-sides announce at least `MIN_QUERIES`. The backward pass is FlashAttention 2's of torch, from the output and log-sum-exp of this kernel.
+By reading of FlashAttention's `hopper/` (nothing was run), a row's bits do not depend on its batch: with one split, blocks of 128 keys
+begin at multiples of 128 and are added from the last to the first by 64-row instructions. A block that is masked for a row multiplies its
+sums by 1 and adds 0. For one query, the kernel drops the causal mask and takes other blocks, unless heads are 128 wide and keys are paged,
+so both sides announce at least `MIN_QUERIES`. The backward pass is FlashAttention 2's of torch, from the output and log-sum-exp of this
+kernel.
 """
 
 from typing import Any

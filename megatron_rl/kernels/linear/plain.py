@@ -10,8 +10,7 @@ import torch
 
 from megatron_rl.errors import RunError
 
-KERNEL = "deep_gemm.bf16_gemm_nt"
-ORDER = "64 terms per block, blocks ascending, rounded once"
+ORDER = "DeepGEMM, deterministic: blocks of 64 of K in order, rounded once"
 _ATOM = 8  # BF16 numbers in the 16 bytes in which the tensor memory accelerator counts strides
 _shared = False
 
@@ -33,7 +32,12 @@ def check_mode() -> None:
     import deep_gemm
 
     if not getattr(deep_gemm, "get_deterministic_algorithms", lambda: True)():
-        raise RunError(f"{KERNEL} is not in its deterministic mode, so its order of sums depends on the number of rows")
+        raise RunError("deep_gemm is not in its deterministic mode, so its order of sums depends on the number of rows")
+
+
+def is_shared() -> bool:
+    """Return whether the products of this process are shared with the other side."""
+    return _shared
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
