@@ -41,6 +41,19 @@ def attention_runs_here(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER | Needs.NODE | Needs.MACHINE)
+def shared_kernels_run_here(facts: Facts) -> None:
+    """With the engine, the trainer shares DeepGEMM's products, in BF16 too, and FlashAttention 3."""
+    if not facts.node_gpus or not facts.contract.sums_by_ranks:
+        return
+    missing = requirements.find_missing("deep_gemm")
+    if not engine_packages.has_flash_attention_3():
+        missing.append(("sglang-kernel has no FlashAttention 3 (flash_ops)", engine_packages.INSTALL))
+    if missing:
+        reasons, fixes = zip(*missing, strict=True)
+        raise UserError("precision.reduction", "ranks", f"cannot run here: {', '.join(reasons)}", "; ".join([*fixes, "or use fast"]))
+
+
+@rule(Needs.TRAINER | Needs.NODE | Needs.MACHINE)
 def kernels_can_be_compiled(facts: Facts) -> None:
     """Norms, rotary positions, and log-probs are Triton kernels, also in modes and for backends that need nothing else."""
     if facts.node_gpus and (problem := requirements.find_triton_problem()):

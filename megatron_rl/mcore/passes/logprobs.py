@@ -23,6 +23,7 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
 from megatron_rl.kernels.batch_invariant import MIN_ROWS, invariant_matmul
 from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
@@ -237,7 +238,8 @@ def _score_in_one_pass(
     ranks, filtered, summaries = parallel_state.get_tensor_model_parallel_world_size(), targets.kept is not None, list[torch.Tensor]()
     parts = vocabulary.count_parts(len(weight) * ranks, ranks)
     for chunk in _cut_into_chunks(len(hidden), len(weight), not filtered):
-        logits, own = invariant_matmul(hidden[chunk], weight), targets[chunk]
+        rows, own = hidden[chunk], targets[chunk]
+        logits = plain.multiply(rows, weight) if plain.takes(rows, weight) else rows @ weight.t()
         seen = [own.keep(logits), logits] if filtered and with_entropy else [own.keep(logits)]
         columns = own.find_columns(len(weight))
         summaries.append(torch.stack([vocabulary.summarize(each, columns, own.temperature, parts) for each in seen], -1))
