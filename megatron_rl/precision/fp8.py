@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
-from megatron_rl.precision.threads import all_threads
+from megatron_rl.precision.threads import run_in_parts
 from parallel.formats import BLOCK, FP8
 
 _MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
@@ -101,16 +101,28 @@ def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
 def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tensor:
     """Return the quantized float32 values of 3-dimensional `groups` along `dim`; on a CPU, in parts that fit in a core's cache."""
     values = torch.empty_like(groups, dtype=torch.float32)
-    rows = len(groups) if groups.is_cuda else max(1, _VALUES_IN_CACHE // max(groups[:1].numel(), 1))
-    with all_threads():  # the bits do not depend on threads: every operation is exact or rounds once
-        for part, into in zip(groups.split(rows), values.split(rows), strict=True):
-            amax = part.abs().amax(dim, keepdim=True).float()
-            scale, inverse = compute_scales(amax, scale_format)
-            if scale_format == "pow2" and part.dtype == torch.float32 and not part.is_cuda and bool(amax.amax() < _LARGEST_IN_PLACE):
-                _round_in_place(part, scale, into)
-            else:
-                round_to_e4m3_(torch.mul(part, inverse, out=into)).mul_(scale)
+    if groups.is_cuda:
+        _round_trip_part(groups, dim, scale_format, values)
+        return values
+    rows = max(1, _VALUES_IN_CACHE // max(groups[:1].numel(), 1))
+
+    @torch.inference_mode(torch.is_inference_mode_enabled())  # modes belong to a thread
+    @torch.no_grad()
+    def quantize(own: slice) -> None:
+        for part, into in zip(groups[own].split(rows), values[own].split(rows), strict=True):
+            _round_trip_part(part, dim, scale_format, into)
+
+    run_in_parts(quantize, len(groups), 1)  # the bits do not depend on threads: every operation is exact or rounds once
     return values
+
+
+def _round_trip_part(part: torch.Tensor, dim: int, scale_format: str, into: torch.Tensor) -> None:
+    amax = part.abs().amax(dim, keepdim=True).float()
+    scale, inverse = compute_scales(amax, scale_format)
+    if scale_format == "pow2" and part.dtype == torch.float32 and not part.is_cuda and bool((amax < _LARGEST_IN_PLACE).all()):
+        _round_in_place(part, scale, into)
+    else:
+        round_to_e4m3_(torch.mul(part, inverse, out=into)).mul_(scale)
 
 
 def _round_in_place(part: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
