@@ -9,7 +9,15 @@ from support import fp8_reference as library
 from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
 
-from megatron_rl.precision.fp8 import compute_scales, dequantize_weight, quantize_weight, round_to_e4m3_, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import (
+    compute_scales,
+    dequantize_weight,
+    quantize_1x128,
+    quantize_weight,
+    round_to_e4m3_,
+    round_trip_1x128,
+    round_trip_128x1,
+)
 
 
 @both_scale_formats
@@ -149,3 +157,26 @@ def test_clamped_scales_differ_by_one_step_only_in_sglangs_kernel():
     expected = library.transformer_engine_fp32(zero)[0]
     assert ulps(library.sglang_cuda_fp32(zero)[0], expected) == 1 and ulps(library.sglang_triton_fp32(zero)[0], expected) == 0
     assert library.transformer_engine_pow2(zero)[0] == library.sglang_cuda_pow2(zero)[0] == 2.0**-42
+
+
+@both_scale_formats
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-12, 1.0, 1e29, 1e30, 1e36])
+def test_round_trips_in_parts_are_the_bits_of_a_cast(magnitude, scale_format):
+    x = torch.randn(1500, 384, generator=torch.Generator().manual_seed(0)) * magnitude
+    x[7], x[9, 3] = 0, -0.0
+    data, scale = quantize_1x128(x, scale_format)
+    expected = data.float() * scale.repeat_interleave(128, 1)
+    with torch.inference_mode():
+        served = round_trip_1x128(x.clone(), scale_format)
+    with torch.no_grad():
+        trained = round_trip_1x128(x.clone().requires_grad_(), scale_format)
+    assert torch.equal(served, expected) and torch.equal(trained, expected) and not trained.requires_grad
+    columns = round_trip_128x1(x[:1408].t().contiguous().t(), scale_format)
+    assert torch.equal(columns, round_trip_1x128(x[:1408].t().contiguous(), scale_format).t())
+
+
+def test_nan_spoils_only_its_own_group():
+    x = torch.ones(1500, 256)
+    x[3, 5] = float("nan")
+    assert round_trip_1x128(x, "pow2").isnan().nonzero()[:, 0].unique().tolist() == [3]
+    assert not round_trip_1x128(x, "pow2")[:, 128:].isnan().any()
