@@ -113,9 +113,10 @@ def _identify_activation(mlp: Any, on_gpu: bool) -> Kernel:
 
 @torch.no_grad()
 def _digest_rotary_table(attention: Any, model: Any) -> str:
-    """Return the name of the live rotary table, as `PackedSelfAttention` and `LatentAttention` make it."""
+    """Return the name of the live rotary table, as `PackedSelfAttention` and `LatentAttention` make it: of all positions on every rank of
+    context parallelism, as packed rows have it."""
     config, latent = attention.config, hasattr(attention, "kv_layernorm")
-    angles = attention.rotary_pos_emb(TABLE_ROWS) if latent else model.rotary_pos_emb(TABLE_ROWS)
+    angles = (attention if latent else model).rotary_pos_emb(TABLE_ROWS, packed_seq=True)
     if latent:
         angles, scale = angles if isinstance(angles, tuple) else (angles, 1.0)
     else:

@@ -14,15 +14,16 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, describe_differences, fold_layers
 from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
+from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 
 
-def read_trainer_graph(folder, precision, plant="", only_on=None):
+def read_trainer_graph(folder, precision, plant="", only_on=None, layout=None):
     """Return the training graph of a checkpoint. A difference is planted on every rank, or only on rank `only_on`."""
-    model = Trainer(folder, precision).model
+    model = Trainer(folder, precision, layout=layout).model
     with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
         return read_training_graph(model).run(lambda graph: graph, PrecisionGraph)
 
@@ -82,6 +83,13 @@ def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):
     alone = worlds(1).call(read_trainer_graph, checkpoint, FP8)[0]
     assert worlds(2).call(read_trainer_graph, checkpoint, FP8) == [alone, alone]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_5_text"])
+def test_ranks_of_context_parallelism_tell_the_graph_of_one(worlds, model_folder, family):
+    folder = model_folder(family)
+    alone = worlds(1).call(read_trainer_graph, folder, FP8)[0]
+    assert worlds(2).call(read_trainer_graph, folder, FP8, "", None, Layout(cp=2)) == [alone, alone]
 
 
 def test_tied_embeddings_have_the_same_operators(worlds, checkpoint, tied_checkpoint):
