@@ -98,7 +98,8 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
     for entry in chain[Node | Edge](*(entries for part in parts for entries in (part.nodes, part.edges))):
         if (other := merged.setdefault(entry.key, entry)) != entry:
             subject = " -> ".join(entry.key[:2]) + "".join(f" ({tensor})" for tensor in entry.key[2:3])
-            raise RunError(f"the trainer's precision graph: ranks disagree about {subject}: {other} and {entry}")
+            one, two = (str(part) if str(other) != str(entry) else str(getattr(part, "kernel", part)) for part in (other, entry))
+            raise RunError(f"the trainer's precision graph: ranks disagree about {subject}: {one} and {two}")
     edges = tuple(entry for entry in merged.values() if isinstance(entry, Edge))
     return PrecisionGraph(
         tuple(entry for entry in merged.values() if isinstance(entry, Node)), edges, join_machines(part.machine for part in parts)

@@ -24,6 +24,7 @@ from megatron_rl.precision.graph.graph import (
     format_title,
     merge_graphs,
 )
+from megatron_rl.precision.graph.kernels import Kernel
 from megatron_rl.precision.graph.reader import block_format, channel_format, check_scales, unquantized_format
 from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from parallel.formats import FORMATS
@@ -200,6 +201,8 @@ def test_pipeline_stages_make_the_whole_graph_and_ranks_that_disagree_are_refuse
         merge_graphs([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
     with pytest.raises(RunError, match="norm: norm and layer_norm"):
         merge_graphs([ROLLOUT, PrecisionGraph((Node("norm", "layer_norm"),), ())])
+    with pytest.raises(RunError, match=r"about rope: turn \[table 1\] and turn \[table 2\]"):
+        merge_graphs(PrecisionGraph((Node("rope", "rope", kernel=Kernel("turn", order=f"table {table}")),), ()) for table in (1, 2))
 
 
 @pytest.mark.parametrize("expected, shapes", [
