@@ -164,7 +164,9 @@ def test_a_renamed_parameter_is_named_with_its_library_and_function(tmp_path):
 
     (tmp_path / "deep_gemm.py").write_text(DEEP_GEMM)
     assert compare() == [""]
-    (tmp_path / "deep_gemm.py").write_text(DEEP_GEMM.replace("ks, grouped_layout", "ks, m_indices").replace("fp8_gemm_nt(a, b, d, c=None", "fp8_gemm_nt(a, b, c, d"))
+    (tmp_path / "deep_gemm.py").write_text(
+        DEEP_GEMM.replace("ks, grouped_layout", "ks, m_indices").replace("fp8_gemm_nt(a, b, d, c=None", "fp8_gemm_nt(a, b, c, d")
+    )
     functions = [f"deep_gemm.k_grouped_fp8_gemm_{order}_contiguous" for order in ("nt", "tn")]
     assert compare() == [
         "deep_gemm.fp8_gemm_nt has its parameter d at place 3, the rehearsal at 2",
