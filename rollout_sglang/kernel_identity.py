@@ -32,10 +32,11 @@ from megatron_rl.precision.graph.kernels import (
     Kernel,
     find_package,
     identify,
+    in_parts,
     unwrap,
 )
 from megatron_rl.precision.graph.reader import digest_table
-from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_kernels, rank_kernels
+from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_all_reduce, gpu_kernels, rank_kernels, tree_reduction
 
 COMPUTES: dict[Any, Callable[..., Any]] = {
     cpu_kernels.apply_block_fp8_linear: linear.fprop,
@@ -121,6 +122,16 @@ def identify_linear(module: Any, by_tree: bool) -> Kernel:
         product: Any = tree.multiply if name == "UnquantizedLinearMethod" else tree.multiply_blocks
         return identify(product, on_gpu=True)
     return identify(_BY_TREE[computes]) if by_tree and computes in _BY_TREE else identify_live(function)
+
+
+def identify_row_parallel(layer: Any, product: Kernel) -> Kernel:
+    """Return the identity of a row-parallel layer with this product: that of the product, and how its parts are added."""
+    if (parts := tree_reduction.count_parts()) == 1:
+        return product
+    if tree_reduction.count_slices(layer.tp_group.world_size):
+        return in_parts(product, parts) if find_hook(type(layer).forward) is tree_reduction.run_row_parallel else product
+    in_order = find_hook(type(layer.tp_group).all_reduce) is gpu_all_reduce.all_reduce
+    return in_parts(product, parts) if in_order else product
 
 
 def identify_ends(model: Any, runner: Any) -> tuple[Kernel, Kernel]:

@@ -171,7 +171,10 @@ class _Reader(Reader):
         by_tree = weight_name == "w2_weight" or path.endswith(("o_proj", "out_proj", "down_proj"))  # ranks hold columns of these weights
         by_tree = by_tree and tree_reduction.is_summed_by_tree(module.quant_method)
         operator = replace(self.read_weighted(module, x, weight), detail=f"{type(module).__name__}, {method}", by_tree=by_tree)
-        operator = replace(operator, kernel=kernel_identity.identify_linear(module, by_tree))
+        kernel = kernel_identity.identify_linear(module, by_tree)
+        if type(module).__name__ == "RowParallelLinear":
+            kernel = kernel_identity.identify_row_parallel(module, kernel)
+        operator = replace(operator, kernel=kernel)
         adapter, _ = (self.read_tensor(getattr(module, weight_name.removesuffix("weight") + name, None)) for name in NAMES)
         if weight.dtype.itemsize == 1:
             scales = (getattr(module, f"{weight_name}_{suffix}", None) for suffix in ("scale_inv", "scale"))

@@ -62,17 +62,17 @@ def signatures() -> str:
     of torch's `varlen_attn` with the arguments that are passed to it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    from megatron_rl.rehearsal.kernels import deep_gemm, transformer_engine
+    from megatron_rl.rehearsal.kernels import deep_gemm, flash_attention, transformer_engine
     from megatron_rl.rehearsal.signatures import LIBRARIES, compare, is_installed
     from rollout_sglang.rehearsal.kernels import flashinfer, sgl_kernel
 
     assert all(map(is_installed, LIBRARIES))
     kernels = deep_gemm.STANDS_FOR | transformer_engine.STANDS_FOR | sgl_kernel.STANDS_FOR | flashinfer.STANDS_FOR
-    assert not (wrong := compare(kernels)), "\n".join(wrong)
+    assert not (wrong := compare(kernels) + compare(flash_attention.STANDS_FOR)), "\n".join(wrong)
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"]
     parameters = list(inspect.signature(varlen_attn).parameters)
     assert [name for name in parameters if name in names] == names, f"varlen_attn{parameters}"
-    return f"{len(kernels) + 1} functions"
+    return f"{len(kernels) + 2} functions"
 
 
 @check

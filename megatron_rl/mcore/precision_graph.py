@@ -18,10 +18,10 @@ from megatron_rl.mcore import kernel_identity
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.linear.output_layer import ValueHead
-from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
+from megatron_rl.mcore.layers.linear.row_parallel import RankSum, TreeRowParallelLinear
 from megatron_rl.precision.graph.decoder import DECAY, Gradients, LayerPrecision, Operator
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
-from megatron_rl.precision.graph.kernels import Kernel
+from megatron_rl.precision.graph.kernels import Kernel, in_parts
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from parallel.mtp_layers import MEGATRON_PREFIX
@@ -155,6 +155,8 @@ class _Reader(Reader):
             gradients = replace(gradients, dy_wgrad=hidden, x=hidden, grad=grad, master=master, trained=NAMES)
         by_tree = isinstance(module, TreeRowParallelLinear) and module.config.sums_by_tree
         kernel = kernel_identity.identify_linear(module, by_tree, self.on_gpu)
+        if isinstance(module, TreeRowParallelLinear) and isinstance(sums := module.choose_sum(module.weight.dtype), RankSum):
+            kernel = in_parts(kernel, sums.slices * sums.group.size())
         return replace(operator, gradients=gradients, by_tree=by_tree, kernel=kernel)
 
     def read_weighted(self, module: Any, x: TensorPrecision | None = None, weight: Any = None) -> Operator:

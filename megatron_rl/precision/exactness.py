@@ -28,6 +28,6 @@ def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
         reasons.append(f"precision.mode = {contract.mode}: the engine alone is quantized")
     if (layout.tp > 1 or layout.etp not in (None, 1) or engine.tp > 1) and not (contract.sums_by_tree or contract.sums_by_ranks):
         reasons.append("tensor parallelism without precision.reduction = tree or ranks: sums in another order")
-    if "attention_backend" in engine.sglang:
+    if "attention_backend" in engine.sglang and not (on_gpu and contract.sums_by_ranks):  # which has one backend, refusing others
         reasons.append("rollout.sglang.attention_backend: the engine decodes in an order of sums that depends on the number of keys")
     return reasons

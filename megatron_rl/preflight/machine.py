@@ -40,12 +40,14 @@ def attention_runs_here(facts: Facts) -> None:
         raise UserError("precision.high", high, f"cannot attend on a GPU: {problem}", attention.INSTALL_HINT)
 
 
-@rule(Needs.TRAINER | Needs.NODE | Needs.MACHINE)
+@rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
 def shared_kernels_run_here(facts: Facts) -> None:
-    """With the engine, the trainer shares DeepGEMM's products, in BF16 too, and FlashAttention 3."""
+    """Trainer and engine share DeepGEMM's products, in BF16 too, and FlashAttention 3."""
     if not facts.node_gpus or not facts.contract.sums_by_ranks:
         return
     missing = requirements.find_missing("deep_gemm")
+    if not missing and not requirements.has_deterministic_mode():
+        missing = [("the installed DeepGEMM has no deterministic mode", requirements.PINNED_DEEP_GEMM)]
     if not engine_packages.has_flash_attention_3():
         missing.append(("sglang-kernel has no FlashAttention 3 (flash_ops)", engine_packages.INSTALL))
     if missing:

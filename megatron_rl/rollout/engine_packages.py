@@ -42,7 +42,9 @@ def find_problem(options: Mapping[str, Any], kv_by_layer: bool, capability: int)
     """
     if missing := find_missing_packages():
         return UserError("rollout.engine", "sglang", f"does not start on a GPU without {' and '.join(missing)} (not installed)", INSTALL)
-    if capability == HOPPER and not kv_by_layer and "attention_backend" not in options and not has_flash_attention_3():
-        rule = "is not set, and the installed sglang-kernel has no FlashAttention 3 (flash_ops), SGLang's default on a Hopper GPU"
-        return UserError(_ATTENTION, None, rule, f"{INSTALL}, or set {_ATTENTION} to triton with precision.reduction = 'fast'")
+    backend = options.get("attention_backend")
+    if capability == HOPPER and not kv_by_layer and backend in (None, "fa3") and not has_flash_attention_3():
+        missing = "the installed sglang-kernel has no FlashAttention 3 (flash_ops)"
+        rule = missing if backend else f"is not set, and {missing}, SGLang's default on a Hopper GPU"
+        return UserError(_ATTENTION, backend, rule, f"{INSTALL}, or set {_ATTENTION} to triton with precision.reduction = 'fast'")
     return None

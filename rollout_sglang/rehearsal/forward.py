@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.rehearsal.kernels import RefusedKernelError
 from megatron_rl.rehearsal.recorder import Phase, Recorder, find_line_of
+from rollout_sglang.hooks import tree_reduction
 from rollout_sglang.hooks.blackwell import PACKED
 from rollout_sglang.hooks.e4m3_cache import get_attention_backend
 from rollout_sglang.rehearsal import graphs as rehearsed_graphs
@@ -190,6 +191,8 @@ def find_wrong_product(model: torch.nn.Module, products: set[tuple[str, frozense
             scale = getattr(module, f"{name}_scale_inv", None)
             forms = () if scale is None else (scale, getattr(scale, PACKED, scale))
             wanted = [{tensor.untyped_storage()._cdata for tensor in (weight, form)} for form in forms]
+            if type(module).__name__ == "RowParallelLinear" and tree_reduction.count_slices(module.tp_group.world_size) > 1:
+                wanted = [{weight.untyped_storage()._cdata}]  # each slice's scales are copied for its product
             if not any(each <= operands for each in wanted for operands in together):
                 return f"{path}.{name} is E4M3, and no FP8 product was called with its blocks and scales"
     return ""

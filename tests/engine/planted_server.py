@@ -126,6 +126,22 @@ def keep_other_tokens(original, probs, top_p, top_k, min_p):
     return ids[:-1] if _is_planted("reported set off by one") and len(ids) > 1 else ids
 
 
+def load_with_another_norm(original, runner, *args, **named):
+    """Let SGLang compute the first norm of the last layer, past the hook."""
+    original(runner, *args, **named)
+    if _is_planted("another norm"):
+        norm = runner.model.model.layers[-1].input_layernorm
+        norm._forward_method = type(norm).forward_native.__wrapped__.__get__(norm)
+
+
+def find_other_version(original, name):
+    return "2.0.0" if name == "torch" and _is_planted("another package") else original(name)
+
+
+def read_other_cpu(original):
+    return "Another CPU" if _is_planted("another device") else original()
+
+
 def plant():
     """Install the faults in this process, which SGLang's processes are forked from."""
     from sglang.srt.layers import sampler
@@ -133,6 +149,7 @@ def plant():
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 
+    from megatron_rl.precision.graph import kernels
     from rollout_sglang import precision_graph
     from rollout_sglang.derived_tensors import ServedTensors
     from rollout_sglang.hooks import dequant_cache, registry, seeded_sampling
@@ -149,6 +166,9 @@ def plant():
         (Scheduler, "flush_cache", keep_cache),
         (RankHandler, "_account", hide_cache),
         (RankHandler, "_account", count_from_here),
+        (ModelRunner, "load_model", load_with_another_norm),
+        (kernels, "find_version", find_other_version),
+        (kernels, "_read_cpu", read_other_cpu),
         (ModelRunner, "forward", decode_with_old_weights),
         (ModelRunner, "forward", change_weight_later),
         (sampler, "sampling_from_probs_torch", draw_otherwise),

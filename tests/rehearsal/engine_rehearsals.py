@@ -105,6 +105,7 @@ CASES = {
     "int8": ([*TWO, *INT8], TINY),
     "tree": ([*TWO, *TREE], TINY),
     "ranks": ([*TWO, *RANKS], TINY),
+    "ranks, slices": ([*ONE, *RANKS, "--train.layout.tp=2"], TINY),
     "ranks, bf16": ([*ONE, *RANKS, *BF16], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
     "cache": ([*TWO, *KV], DEEP),

@@ -50,7 +50,7 @@ def ranks(tmp_path_factory):
 
 def test_an_engine_in_the_trainers_order_of_sums(tmp_path):
     """The stand-ins of FlashAttention 3 and DeepGEMM check what decides the order."""
-    cases = ("ranks", "ranks, bf16")
+    cases = ("ranks", "ranks, slices", "ranks, bf16")
     ranks = json.loads(run_module("engine_rehearsals", str(tmp_path), "h100", *cases, path=str(Path(__file__).parent)).splitlines()[-1])
     for case in cases:
         check_passes(ranks[case], case, 8192, "h100")

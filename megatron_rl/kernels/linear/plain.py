@@ -1,7 +1,8 @@
 """BF16 products on a GPU whose rows have the same bits among any number of rows: DeepGEMM's `bf16_gemm_nt` in its deterministic mode.
 
-Without that mode, DeepGEMM 0.2 (sgl-deep-gemm) and 2.8 pass the product to cuBLASLt, whose algorithm follows the number of rows. The
-kernel adds blocks of 64 terms one after another with wgmma, 64 rows at a time. It was never run on a GPU by this project.
+Without that mode, DeepGEMM passes the product to cuBLASLt, whose algorithm follows the number of rows. A release that cannot be asked for
+the mode is refused; sgl-deep-gemm 0.2.3 has it. The kernel adds blocks of 64 terms one after another with wgmma, 64 rows at a time. It
+was never run on a GPU by this project.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ def share_products() -> None:
     import deep_gemm
 
     global _shared
-    if (switch := getattr(deep_gemm, "use_deterministic_algorithms", None)) is not None:  # older releases have no other mode
-        switch(True)
-    _shared = True
+    if hasattr(deep_gemm, "use_deterministic_algorithms"):
+        deep_gemm.use_deterministic_algorithms(True)
     check_mode()
+    _shared = True
 
 
 def check_mode() -> None:
-    """Raise RunError if DeepGEMM would multiply in an order that follows the number of rows."""
+    """Raise RunError if DeepGEMM multiplies, or may multiply, in an order that follows the number of rows."""
     import deep_gemm
 
-    if not getattr(deep_gemm, "get_deterministic_algorithms", lambda: True)():
+    if not hasattr(deep_gemm, "get_deterministic_algorithms"):
+        raise RunError("deep_gemm has no deterministic mode, so its order of sums is not known; install sgl-deep-gemm 0.2.3 or newer")
+    if not deep_gemm.get_deterministic_algorithms():
         raise RunError("deep_gemm is not in its deterministic mode, so its order of sums depends on the number of rows")
 
 

@@ -32,12 +32,13 @@ class Package:
     install_hint: str
 
 
+PINNED_DEEP_GEMM = "pip install sgl-deep-gemm==0.2.3.post2"
 _TRITON = (Package("triton", (3, 7), (4,), "install torch's CUDA build, which brings Triton"),)
 _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple of alternatives must be installed
     "emulated": (),
     "deep_gemm": (
         (
-            Package("sgl-deep-gemm", (0, 2, 3), (0, 3), "pip install sgl-deep-gemm==0.2.3.post2"),
+            Package("sgl-deep-gemm", (0, 2, 3), (0, 3), PINNED_DEEP_GEMM),
             Package("deep_gemm", (2, 1), (2, 7), "build it from github.com/deepseek-ai/DeepGEMM"),
         ),
         _TRITON,
@@ -62,6 +63,12 @@ def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -
     if deep_gemm and find_nvcc() is None:
         missing.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
     return [problem for problem in missing if problem]
+
+
+def has_deterministic_mode() -> bool:
+    """Return whether the installed DeepGEMM can be asked whether its BF16 products have one order of sums for any number of rows."""
+    spec = importlib.util.find_spec("deep_gemm")
+    return spec is not None and "get_deterministic_algorithms" in Path(spec.origin or "").read_text(encoding="utf-8")
 
 
 def find_triton_problem() -> tuple[str, str] | None:

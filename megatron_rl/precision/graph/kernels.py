@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ def identify(function: Callable[..., Any], order: str = "", on_gpu: bool = False
     if package in OWN_PACKAGES:
         return Kernel(name, _digest_module(module), order)
     return Kernel(name, f"{find_package(package)}, {_digest_source(function)}", order)
+
+
+def in_parts(kernel: Kernel, parts: int) -> Kernel:
+    """Return the identity of a row-parallel product that adds the rounded products of `parts` parts of K (`kernels.sums.ranks`)."""
+    sums = f"{parts} rounded parts in the order of ranks"
+    return replace(kernel, order=f"{kernel.order}, {sums}") if kernel.order else replace(kernel, version=f"{kernel.version}, {sums}")
 
 
 def unwrap(function: Any) -> Any:

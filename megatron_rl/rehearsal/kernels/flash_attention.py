@@ -1,13 +1,15 @@
 """FlashAttention 2 as torch's `varlen_attn` calls it, with the checks of `mha_varlen_fwd` and `mha_varlen_bwd` (flash_api.cpp) and the
-workspace of the backward pass; and the forward pass of FlashAttention 3 (`kernels.attention.flash3`)."""
+workspace of the backward pass; and the forward pass of FlashAttention 3 in sgl-kernel (`kernels.attention.flash3`)."""
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401 - registers the operators
 
+from megatron_rl.kernels.attention import flash3
 from megatron_rl.rehearsal.device import FakeGpu, add_handler, value_of
 from megatron_rl.rehearsal.kernels import count, require
 from megatron_rl.rehearsal.kernels.match import Call
@@ -29,8 +31,8 @@ def flash_attn_varlen_func(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
     softmax_scale: float,
     causal: bool,
@@ -39,10 +41,14 @@ def flash_attn_varlen_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention 3 in one split: (output, log-sums float32 [h, t])."""
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    require(causal and num_splits == 1 and min(max_seqlen_q, max_seqlen_k) > 1, "FlashAttention 3", "not the engine's order of sums")
+    shared = causal and num_splits == 1 and min(max_seqlen_q or 0, max_seqlen_k or 0) > 1
+    require(shared, "FlashAttention 3", "not the engine's order of sums")
     output, log_sums = torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
     count("bf16", 2 * _count_products(q, cu_seqlens_q), q, k, v, output, log_sums, kernel="attention")
     return output, log_sums
+
+
+STANDS_FOR: dict[str, Callable[..., Any]] = {f"{flash3.KERNEL}.{flash_attn_varlen_func.__name__}": flash_attn_varlen_func}
 
 
 def _forward(gpu: FakeGpu, func: Any, args: tuple, kwargs: dict) -> Any:

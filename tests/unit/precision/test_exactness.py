@@ -15,6 +15,7 @@ from megatron_rl.precision.exactness import list_inexact
     ("deepseek_v3", {}, False, None),
     ("qwen3_moe", {"rollout": {"tp": 4, "ep": 2}, "train": {"layout": {"tp": 2, "ep": 2, "etp": 2}}}, False, None),
     ("qwen3", {"precision": {"reduction": "ranks"}}, True, None),
+    ("qwen3", {"precision": {"reduction": "ranks"}, "rollout": {"sglang": {"attention_backend": "fa3"}}}, True, None),
     ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
     ("qwen3", {"precision": {"reduction": "fast"}}, False, None),
     ("qwen3", {"precision": {"reduction": "ranks"}, "rollout": {"tp": 2}}, False, None),

@@ -421,7 +421,7 @@ MISTAKES = [
     refuse("precision.high = 'bf16': cannot attend on a GPU: varlen_attn of torch 2.10.0 does not accept scale, enable_gqa; install",
            machine.attention_runs_here, "train", GLOO, gpus=1, scene=use_old_torch),
     refuse("precision.reduction = 'ranks': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed",
-           machine.shared_kernels_run_here, "train", "--precision.mode=bf16", "--precision.reduction=ranks", GLOO, gpus=1),
+           machine.shared_kernels_run_here, "train eval", "--precision.mode=bf16", "--precision.reduction=ranks", GLOO, gpus=1),
     refuse("precision.mode = 'bf16': cannot run on a GPU: triton 3.6.0 is not a supported version, 3.7 to below 4; install torch's CUDA",
            machine.kernels_can_be_compiled, "train", "--precision.mode=bf16", GLOO, gpus=1,
            scene=lambda patch: patch.setattr(requirements, "find_version", {"triton": "3.6.0"}.get)),

@@ -34,6 +34,7 @@ def test_an_engine_needs_its_packages_and_the_attention_that_it_starts_with(inst
     install("sgl_kernel", "common_ops.abi3.so")
     assert not engine_packages.has_flash_attention_3()
     assert "or set rollout.sglang.attention_backend to triton with precision.reduction = 'fast'" in refusal()
+    assert "attention_backend = 'fa3': the installed sglang-kernel has no FlashAttention 3" in refusal(attention_backend="fa3")
     engine_packages.check({"attention_backend": "triton"}, False, HOPPER)
     engine_packages.check({}, True, HOPPER)  # with FlashInfer
     engine_packages.check({}, False, BLACKWELL)  # FlashAttention 3 is not its default

@@ -8,32 +8,34 @@ import numpy as np
 import pytest
 import torch
 from support.kernel_tests import random
-from support.sglang_signatures import read_function
 from torch.nn.attention import varlen
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.attention import flash3, reference
+from megatron_rl.rehearsal.kernels import flash_attention
 
 BLOCK, TILE = 128, 64  # keys of a block, query rows of an instruction
 LENGTH, HEADS, WIDTH = 300, 2, 8
 
 
-def attend_in_order(q, k, v, block=BLOCK, splits=1):
+def attend_in_order(q, k, v, block=BLOCK, splits=1, packed=None):
     """Return float32 `[n, d]`, the attention of the last n of all tokens, by FlashAttention 3's loop as it is read: tiles of query rows,
     blocks of keys that begin at multiples of `block` and are visited from the last that a row of the tile sees to the first, masked by row.
-    Rows of a tile beyond the last query are computed, too. Splits divide the blocks evenly and are merged in order."""
-    count, scale, result = len(k), np.float32(np.log2(np.e) * WIDTH**-0.5), []
-    for start in range(0, len(q), TILE):
+    Rows of a tile beyond the last query are computed, too. Splits divide the blocks evenly and are merged in order. `packed`: number of
+    tokens of the sequence, if q, k and v go on with other sequences, which tiles and blocks then read."""
+    count, queries = packed or len(k), packed or len(q)
+    scale, result = np.float32(np.log2(np.e) * WIDTH**-0.5), []
+    for start in range(0, queries, TILE):
         rows = np.zeros((TILE, WIDTH), np.float32)
         rows[: len(q[start : start + TILE])] = q[start : start + TILE]
-        last = np.minimum(count - len(q) + start + np.arange(TILE), count - 1)
+        last = np.minimum(count - queries + start + np.arange(TILE), count - 1)
         parts = np.array_split(np.arange(last[-1] // block + 1), splits)
         merged = [sum_blocks(rows, k, v, last, [int(n) for n in part], block, scale) for part in parts]
         top = np.max([m for m, _, _ in merged], 0)
         factors = [np.exp2(np.where(m > -np.inf, m - top, -np.inf), dtype=np.float32) for m, _, _ in merged]
         total = sum((f * s for f, (_, s, _) in zip(factors, merged, strict=True)), np.float32(0))
         values = sum((f[:, None] * acc for f, (_, _, acc) in zip(factors, merged, strict=True)), np.float32(0))
-        result.append((values / total[:, None])[: len(q) - start])
+        result.append((values / total[:, None])[: queries - start])
     return np.concatenate(result)
 
 
@@ -68,6 +70,11 @@ def test_chunks_decoded_tokens_and_prefixes_have_the_bits_of_the_whole():
         for end in (size, 64, 65, 127, 128, 129, 255, 256, 257, LENGTH):
             rows = slice(max(end - size, 0), end)
             assert different(attend_in_order(q[rows], k[:end], v[:end]), whole[rows]) == 0, (size, end)
+    lengths = (1, 64, 130, 105)
+    for start, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        own, packed = ([x[start:end] for x in (q, k, v)] for end in (start + length, LENGTH))
+        found = attend_in_order(*packed, packed=length)
+        assert different(found, attend_in_order(*own)) == 0, f"a sequence of {length} tokens, packed with others behind it"
     alone = slice(299, 300)
     assert different(attend_in_order(q[alone], k, v, block=160), whole[alone]), "the blocks for a single query, heads of 64"
     assert different(attend_in_order(q[alone], k, v, splits=3), whole[alone]), "splits"
@@ -77,18 +84,17 @@ def test_chunks_decoded_tokens_and_prefixes_have_the_bits_of_the_whole():
 @pytest.fixture
 def library(monkeypatch):
     """The stand-in, which attends exactly; `library.calls` has the arguments by name of each call."""
-    bind, fake = read_function("kernels/ops/attention/flash_attention_v3", "flash_attn_varlen_func"), ModuleType(flash3.KERNEL)
+    fake, signature = ModuleType(flash3.KERNEL), inspect.signature(flash_attention.flash_attn_varlen_func)  # which gpu_packages compares
     fake.calls = []
 
     def flash_attn_varlen_func(*args, **named):
-        given = bind(*args, **named)
+        given = signature.bind(*args, **named).arguments
         fake.calls.append(given)
         q, k, v, starts = (given[name] for name in ("q", "k", "v", "cu_seqlens_q"))
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and all(x.stride(-1) == 1 for x in (q, k, v))
         assert starts.dtype == torch.int32 and given["cu_seqlens_k"] is starts
-        assert given["num_splits"] == 1 and given["causal"] and tuple(given["window_size"]) == (-1, -1) and given["softcap"] == 0
+        assert given["num_splits"] == 1 and given["causal"], "what is left out has defaults: no window, cap, sinks, pages or scales"
         assert given["max_seqlen_q"] == given["max_seqlen_k"] >= max(2, int(starts.diff().max()))
-        assert all(given[name] is None for name in ("seqused_q", "seqused_k", "page_table", "qv", "q_descale", "k_descale", "sinks"))
         output = reference.sdpa_per_sequence(q, k, v, starts.diff().tolist(), given["softmax_scale"])
         assert given["return_softmax_lse"]
         return output, torch.zeros(q.shape[1], len(q)), None, None

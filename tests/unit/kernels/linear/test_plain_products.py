@@ -33,13 +33,15 @@ def test_rows_and_weights_of_any_layout_are_multiplied(library):
 def test_a_process_starts_in_the_deterministic_mode_or_not_at_all(library, monkeypatch):
     x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     assert not plain.takes(x, x)
-    plain.share_products()  # a release without another mode
-    assert plain.takes(x, x) and not plain.takes(x, SimpleNamespace(dtype=torch.float32)) and not plain.takes(torch.zeros(1).bfloat16(), x)
+    with pytest.raises(RunError, match="has no deterministic mode, so its order of sums is not known"):
+        plain.share_products()
+    assert not plain.takes(x, x)
     modes = []
     monkeypatch.setattr(library, "use_deterministic_algorithms", modes.append, raising=False)
     monkeypatch.setattr(library, "get_deterministic_algorithms", lambda: modes[-1], raising=False)
     plain.share_products()
-    assert modes == [True]
+    assert modes == [True] and plain.takes(x, x)
+    assert not plain.takes(x, SimpleNamespace(dtype=torch.float32)) and not plain.takes(torch.zeros(1).bfloat16(), x)
     modes.append(False)
     with pytest.raises(RunError, match="deterministic mode"):
         plain.check_mode()

@@ -14,7 +14,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.graph import kernels
 from megatron_rl.precision.graph.decoder import LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph, TensorPrecision, compare_kernels, merge_graphs
-from megatron_rl.precision.graph.kernels import Kernel, Machine, compare, identify, read_machine
+from megatron_rl.precision.graph.kernels import Kernel, Machine, compare, identify, in_parts, read_machine
 from megatron_rl.training import graph_check
 
 HIGH = TensorPrecision("bf16")
@@ -47,6 +47,10 @@ def test_verdicts():
     assert compare(NORM, NORM) == "same kernel" and compare(ordered, Kernel("b", "2", "rows")) == "same order"
     for one, other in ((NORM, other_version), (ordered, replace(ordered, version="2")), (NORM, FLASH), (NORM, None), (None, None)):
         assert compare(one, other) == "differs"
+    for kernel, other in ((NORM, FLASH), (ordered, Kernel("b", "2", "rows"))):  # without and with a known order
+        assert compare(in_parts(kernel, 2), in_parts(kernel, 2)) == "same kernel"
+        assert compare(in_parts(kernel, 2), in_parts(other, 2)) == ("same order" if kernel.order else "differs")
+        assert all(compare(in_parts(kernel, 2), each) == "differs" for each in (kernel, in_parts(kernel, 4), in_parts(other, 4)))
     verdicts = {each.operator: each.verdict for each in compare_kernels(graph(norm=FLASH), graph())}
     assert verdicts.pop("layers 0..1: input_norm") == "differs"
     assert len(verdicts) == 8 and set(verdicts.values()) == {"same kernel"}, "additions to the residual stream have no order"
