@@ -46,8 +46,8 @@ def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None
 _deterministic = [False]
 
 
-def use_deterministic_algorithms(enabled: bool) -> None:
-    _deterministic[0] = enabled
+def use_deterministic_algorithms(enable: bool) -> None:
+    _deterministic[0] = enable
 
 
 def get_deterministic_algorithms() -> bool:
