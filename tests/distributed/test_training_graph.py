@@ -11,7 +11,7 @@ from support.trainer import Trainer
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import QUANTIZED_ROLES
-from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, describe_differences, fold_layers
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, compare_kernels, describe_differences, fold_layers
 from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
 from parallel.layout import Layout
@@ -90,6 +90,15 @@ def test_ranks_of_context_parallelism_tell_the_graph_of_one(worlds, model_folder
     folder = model_folder(family)
     alone = worlds(1).call(read_trainer_graph, folder, FP8)[0]
     assert worlds(2).call(read_trainer_graph, folder, FP8, "", None, Layout(cp=2)) == [alone, alone]
+
+
+def test_another_number_of_parts_of_row_parallel_sums_is_another_kernel(worlds, checkpoint):
+    precision = {**FP8, "high": "bf16", "reduction": "ranks", "parts": 2}
+    one, other = (worlds(1).call(read_trainer_graph, checkpoint, {**precision, "parts": parts})[0] for parts in (2, 4))
+    two = worlds(2).call(read_trainer_graph, checkpoint, precision, layout=Layout(tp=2))[0]
+    same, differing = ({each.operator: each.verdict for each in compare_kernels(each, one)} for each in (two, other))
+    assert set(same.values()) == {"same kernel"}
+    assert {name for name in same if differing[name] == "differs"} == {"layers 0..1: attention.output", "layers 0..1: mlp.down"}
 
 
 def test_tied_embeddings_have_the_same_operators(worlds, checkpoint, tied_checkpoint):

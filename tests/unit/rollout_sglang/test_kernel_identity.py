@@ -1,5 +1,6 @@
 """Kernels of SGLang's live modules, with and without the hooks, as on a GPU and on a CPU."""
 
+import os
 import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,7 +12,7 @@ from support.processes import call_in_fresh_process
 from megatron_rl.kernels.heads import reference as heads
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.swiglu import reference as swiglu
-from megatron_rl.precision.graph.kernels import identify
+from megatron_rl.precision.graph.kernels import Kernel, identify, in_parts
 from rollout_sglang.platform import stub_modules
 
 
@@ -65,7 +66,37 @@ def attention_is_named_by_backend_and_splits():
     assert "OtherBackend.forward_decode and " in name and name.endswith("OtherBackend.forward_extend"), "two kernels are no common one"
 
 
-@pytest.mark.parametrize("case", [a_live_module_is_named_by_its_hook_or_by_sglangs_method, attention_is_named_by_backend_and_splits])
+def a_row_parallel_layer_is_named_by_its_parts_and_by_what_adds_them():
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    from rollout_sglang.hooks import gpu_all_reduce, tree_reduction
+    from rollout_sglang.kernel_identity import identify_row_parallel
+
+    layer, product = RowParallelLinear.__new__(RowParallelLinear), Kernel("gemm", "1", "blocks")
+    torch.nn.Module.__init__(layer)
+    layer.tp_group = GroupCoordinator.__new__(GroupCoordinator)
+    layer.tp_group.world_size = 2
+    assert identify_row_parallel(layer, product) == product
+    for parts, on_gpu, hook in (
+        (4, False, ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel)),
+        (2, True, ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", gpu_all_reduce.all_reduce)),
+    ):
+        torch.cuda.is_available = lambda on_gpu=on_gpu: on_gpu
+        os.environ[tree_reduction.PARTS_VARIABLE] = str(parts)
+        assert identify_row_parallel(layer, product) == product, "SGLang adds in an order of its own"
+        patch(*hook, "AROUND")
+        assert identify_row_parallel(layer, product) == in_parts(product, parts)
+
+
+CASES = [
+    a_live_module_is_named_by_its_hook_or_by_sglangs_method,
+    attention_is_named_by_backend_and_splits,
+    a_row_parallel_layer_is_named_by_its_parts_and_by_what_adds_them,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_in_a_process_of_its_own(case):
     call_in_fresh_process(in_stubbed_process, case, OMP_NUM_THREADS="1", SGLANG_USE_CPU_ENGINE="1")
 
