@@ -6,15 +6,18 @@
 The checks import, hook, compare, and compile real code. Nothing is computed.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +106,24 @@ def engine() -> str:
         linear = fp8.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=ue8m0)
         assert linear is fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, linear
     return f"{len(registry._list_hooks())} hooks"
+
+
+@check
+def attention_blocks() -> str:
+    """Check in the names of FlashAttention 3's kernels that causal BF16 attention of packed sequences, with and without pages, adds keys in
+    blocks of one size for each head width that `precision.reduction = "ranks"` supports."""
+    from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS
+
+    demangle, blocks = ctypes.CDLL("libstdc++.so.6").__cxa_demangle, defaultdict[int, Counter[int]](Counter)
+    demangle.restype = ctypes.c_char_p
+    (library,) = (SITE / "sgl_kernel").glob("flash_ops*.so")
+    tile = r"FwdSm90<.*?, cute::tuple<cute::C<\d+>, cute::C<(\d+)>, cute::C<(\d+)> >, \d+, cutlass::bfloat16_t, float, "
+    causal = "cutlass::arch::Sm90, true, false, false, true, "  # causal, local, capped, packed
+    for name in set(re.findall(rb"_ZN\w+FlashAttnFwdSm90\w+", library.read_bytes())):
+        if found := re.search(tile + causal, demangle(name, None, None, None).decode()):
+            blocks[int(found[2])][int(found[1])] += 1
+    assert all(blocks[width].keys() == {128} for width in HEAD_WIDTHS), blocks
+    return f"{sum(blocks[width][128] for width in HEAD_WIDTHS)} kernels"
 
 
 @check

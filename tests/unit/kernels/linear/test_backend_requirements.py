@@ -157,3 +157,11 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
     with pytest.raises(UserError, match=r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them .* train in BF16"):
         requirements.check_model(backend, FP8, small_heads, Layout())
     requirements.check_model("emulated", FP8, uneven, Layout(tp=2))
+
+
+def test_a_deep_gemm_that_cannot_be_asked_for_its_mode_has_no_deterministic_one(tmp_path, monkeypatch):
+    (tmp_path / "deep_gemm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for names, known in (("bf16_gemm_nt", False), ("bf16_gemm_nt = get_deterministic_algorithms", True)):
+        (tmp_path / "deep_gemm" / "__init__.py").write_text(f"{names} = None\n")
+        assert requirements.has_deterministic_mode() is known
