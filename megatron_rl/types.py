@@ -192,6 +192,7 @@ class Completion:
     branches: list[Completion] = field(default_factory=list)  # other conversations of an agent, with the same reward
     shared_count: int = 0  # number of sampled tokens that this conversation shares with an earlier one, which trains on them
     calls: int | None = None  # number of an agent's requests that were answered, or None without an agent
+    dropped_calls: int = 0  # number of its requests whose response nobody received
     own_reward: float | None = None  # reward that an agent returned, or None
     foreign_histories: int = 0  # number of an agent's requests whose history resembles a conversation, but does not continue it
     history_notes: list[str] = field(default_factory=list)  # why the first of them do not

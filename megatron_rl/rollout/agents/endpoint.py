@@ -1,35 +1,44 @@
-"""HTTP endpoint for agents, reachable from this machine only: OpenAI's completions and responses in front of the engines."""
+"""HTTP endpoint for agents, reachable from this machine only: the interfaces of `forms` in front of the engines.
+
+A client that leaves before its response is sent leaves its call to a retry for `_RETRY_SECONDS`; then the engine's request is aborted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import resource
 import secrets
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.errors import AbortedError, RunError
-from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, Turn
+from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, PlannedTurn, Turn
+from megatron_rl.rollout.agents.forms import FORMS, Form, find_form
 from megatron_rl.rollout.agents.messages import MODEL, PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import read_chat_request, read_response_request, read_text_request
+from megatron_rl.rollout.engine import Abort
 
 _THREADS_PER_AGENT = 4
+_READERS = 4  # threads that read and plan requests, which do not wait for an engine
+_RETRY_SECONDS = 5.0  # longer than clients wait before they send a request again
+_KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream
+_LEFT_SECONDS = 0.001  # after which a client that has left is noticed
+_LEFT_STATUS = 499  # as nginx logs it
 _MOST_REQUESTS = 64  # number of requests of an episode in flight
 _BODY_BYTES, _BYTES_PER_TOKEN = (
     1 << 20,
@@ -38,10 +47,11 @@ _BODY_BYTES, _BYTES_PER_TOKEN = (
 _MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
 _FIRST_REQUEST_SECONDS = 10.0  # a connection without a request is closed after them; uvicorn limits the pauses between requests
 _STOP_SECONDS = 10
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_COMMENT = b": the policy is at work\n\n"
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}
-Answer = Callable[[AgentEpisode, PolicyRequest], Turn]
-Read = Callable[[AgentEpisode, bytes], PolicyRequest]
-Describe = Callable[[Turn, int, PolicyRequest], Response]
+Answer = Callable[[AgentEpisode, PlannedTurn, Abort], Turn]
+T = TypeVar("T")
 
 
 class AgentEndpoint:
@@ -50,9 +60,11 @@ class AgentEndpoint:
     def __init__(self, answer: Answer, agent: AgentConfig) -> None:
         self._answer, self._clients = answer, dict[str, _Client]()
         self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * agent.max_tokens
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="megatron-rl-agent-reader")
         self._threads = ThreadPoolExecutor(_THREADS_PER_AGENT * agent.workers, thread_name_prefix="megatron-rl-agent-request")
         routes = [
-            *(Route(path, partial(self._answer_request, *form), methods=["POST"]) for path, form in _FORMS.items()),
+            *(Route(form.path, partial(self._answer_request, form), methods=["POST"]) for form in FORMS),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._show_models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._show_models, methods=["GET"]),
         ]
@@ -77,7 +89,8 @@ class AgentEndpoint:
         self._clients.clear()
         self._server.should_exit = True
         self._thread.join(_STOP_SECONDS)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, episode: AgentEpisode) -> str:
         """Return a new key for an episode."""
@@ -86,7 +99,10 @@ class AgentEndpoint:
         return key
 
     def close(self, key: str) -> None:
-        self._clients.pop(key, None)
+        """End the episode's calls. Its key is invalid from now on."""
+        client = self._clients.pop(key, None)
+        for call in [*client.calls] if client else ():
+            call.abort.request()
 
     async def _show_models(self, request: Request) -> Response:
         self._find_client(request)
@@ -95,38 +111,73 @@ class AgentEndpoint:
         return JSONResponse(_MODEL if request.path_params else {"object": "list", "data": [_MODEL]})
 
     def _find_client(self, http: Request) -> _Client:
-        client = self._clients.get(http.headers.get("authorization", "").removeprefix("Bearer "))
+        key = http.headers.get("authorization", "").removeprefix("Bearer ") or http.headers.get(
+            "x-api-key", ""
+        )  # as Anthropic's clients send
+        client = self._clients.get(key)
         if client is None:
             raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
         return client
 
-    async def _answer_request(self, read: Read, describe: Describe, http: Request) -> Response:
+    async def _answer_request(self, form: Form, http: Request) -> Response:
         client = self._find_client(http)
         try:
             async with client.receiving(http, self._most_bytes) as body:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, client.episode, body, read, describe)
+                call = client.join(http, form, body) or self._begin(client, form, body, http.headers.get("idempotency-key", ""))
+                call.enter()
+                planned = await call.planned
         except ClientDisconnect:
-            return Response(status_code=499)
+            return Response(status_code=_LEFT_STATUS)
+        return _Delivery(client.episode, call, form) if isinstance(planned, PlannedTurn) else form.refuse(planned)
 
-    def _serve(self, episode: AgentEpisode, body: bytes, read: Read, describe: Describe) -> Response:
-        """Answer a request in a thread. An error while the request is read refuses it. Any later error that is not a RefusedError is the
-        run's, whatever its type: it ends the episode and is raised where the agent is awaited. No error leaves the thread, because its
-        traceback would keep the parsed body in memory."""
+    async def _count_tokens(self, http: Request) -> Response:
+        client, form = self._find_client(http), find_form(http.url.path)
+        async with client.receiving(http, self._most_bytes) as body:
+            run = asyncio.get_running_loop().run_in_executor
+            number = await run(self._readers, self._read, client.episode, form, body, client.episode.count_tokens)
+        return form.refuse(number) if isinstance(number, RefusedError) else JSONResponse({"input_tokens": number})
+
+    def _begin(self, client: _Client, form: Form, body: bytes, name: str) -> _Call:
+        run, abort = asyncio.get_running_loop().run_in_executor, Abort()
+        planned = run(self._readers, self._read, client.episode, form, body, client.episode.plan)
+
+        async def answer() -> bytes | RefusedError:
+            turn = await planned
+            result = await run(self._threads, self._sample, client.episode, form, turn, abort) if isinstance(turn, PlannedTurn) else turn
+            if isinstance(result, RefusedError):
+                client.calls.remove(call)  # it may be sent again
+            return result
+
+        call = _Call(name, _hash(form, body), abort, planned, asyncio.ensure_future(answer()), self._readers)
+        client.calls.append(call)
+        return call
+
+    def _read(self, episode: AgentEpisode, form: Form, body: bytes, use: Callable[[PolicyRequest], T]) -> T | RefusedError:
+        """Read a request and return what `use` makes of it. Any error while it is read refuses it."""
         try:
-            request = read(episode, body)
+            request = form.read(episode, body)
         except RefusedError as error:
-            return _describe_error(error)
+            return error.copy()
         except Exception as error:
-            return _describe_error(RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value"))
+            return RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value")
+        return self._guard(episode, Abort(), lambda: use(request))
+
+    def _sample(self, episode: AgentEpisode, form: Form, planned: PlannedTurn, abort: Abort) -> bytes | RefusedError:
+        return self._guard(episode, abort, lambda: form.write(self._answer(episode, planned, abort), planned.request))
+
+    def _guard(self, episode: AgentEpisode, abort: Abort, work: Callable[[], T]) -> T | RefusedError:
+        """Return what `work` returns, or its refusal. Any other error is the run's, whatever its type: it ends the episode and is raised
+        where the agent is awaited. No error leaves the thread, because its traceback would keep the parsed body in memory."""
         try:
-            turn = self._answer(episode, request)
-            return describe(turn, episode.number_of(turn), request)
+            return work()
         except RefusedError as error:
-            return _describe_error(error)
+            return error.copy()
         except Exception as error:
+            if abort.requested and isinstance(error, AbortedError) and not episode.abort.requested:
+                return RefusedError("the client has left", _LEFT_STATUS, "request_aborted")
             text = f"the agents' endpoint failed ({type(error).__name__}: {error})"
             episode.fail(error if isinstance(error, RunError | AbortedError) else RunError(text))
-            return _describe_error(RefusedError("the run could not answer", 503, "run_failed"))
+            return RefusedError("the run could not answer", 503, "run_failed")
 
 
 def _limit_connections(most: int) -> type[H11Protocol]:
@@ -149,120 +200,139 @@ def _limit_connections(most: int) -> type[H11Protocol]:
     return LimitedProtocol
 
 
+class _Call:
+    """A request and all clients that wait for its response. Used by the server's thread only."""
+
+    def __init__(
+        self,
+        name: str,
+        digest: bytes,
+        abort: Abort,
+        planned: asyncio.Future[PlannedTurn | RefusedError],
+        answer: asyncio.Future[bytes | RefusedError],
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        """`name`: its idempotency key, or "". `digest`: of its path and body. `threads`: in which it is aborted."""
+        self.name, self.digest, self.abort, self.planned, self.answer, self._threads = name, digest, abort, planned, answer, threads
+        self.listeners, self.received = 0, False
+        self._ending: asyncio.TimerHandle | None = None
+
+    def enter(self) -> None:
+        self.listeners += 1
+        if self._ending:
+            self._ending.cancel()
+
+    def leave(self, planned: PlannedTurn) -> None:
+        """Note that a client no longer waits. After the last one, the engine's request is aborted, unless another client comes."""
+        self.listeners -= 1
+        planned.call.waiting = bool(self.listeners)
+        if not self.listeners and not self.answer.done():
+            self._ending = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._threads.submit, self.abort.request)
+
+
 class _Client:
     """What an episode's key admits to the endpoint. Used by the server's thread only."""
 
     def __init__(self, episode: AgentEpisode) -> None:
-        self.episode, self._requests, self._bytes = episode, 0, 0
+        self.episode, self.calls = episode, list[_Call]()
+        self._receiving = self._bytes = 0
+
+    def join(self, http: Request, form: Form, body: bytes) -> _Call | None:
+        """Return the call that a request repeats, or None: the one of its idempotency key; a request with the same body whose client has
+        left; or, if the client says that it tries again, any with the same body, those first whose response was not sent. Raise
+        RefusedError if the key was used for another body."""
+        digest, name = _hash(form, body), http.headers.get("idempotency-key", "")
+        if name:
+            named = [call for call in self.calls if call.name == name]
+            if named and named[0].digest != digest:
+                raise RefusedError("Idempotency-Key: was sent with another request", 400, "idempotency_key_reused")
+            return named[0] if named else None
+        same = [call for call in self.calls if call.digest == digest]
+        left = [call for call in same if not call.listeners and not call.received]
+        if not left and http.headers.get("x-stainless-retry-count", "0") != "0":  # OpenAI's and Anthropic's clients
+            left = [call for call in same if not call.received] or same
+        return left[-1] if left else None
 
     @asynccontextmanager
     async def receiving(self, http: Request, most: int) -> AsyncIterator[bytes]:
         """Enclose a request, and yield its body. Raise RefusedError if the episode has too many requests or bytes in flight, or if the body
         has more than `most` bytes. Such a body is read to its end, so that its client, which is still sending, gets the answer."""
-        if self._requests == _MOST_REQUESTS:
+        if self._receiving + sum(max(call.listeners, not call.answer.done()) for call in self.calls) >= _MOST_REQUESTS:
             raise RefusedError(f"this episode has {_MOST_REQUESTS} requests in flight", 429, "rate_limit_exceeded")
-        self._requests += 1
         body, size = bytearray(), 0
+        self._receiving += 1
         try:
-            async for chunk in http.stream():
-                size += len(chunk)
-                if size > _DISCARDED * most:
-                    break
-                if size <= most:
-                    body += chunk
-                    self._bytes += len(chunk)
-                    if self._bytes > _MOST_BODIES * most:
-                        raise RefusedError("this episode has too many large requests in flight", 429, "rate_limit_exceeded")
+            try:
+                async for chunk in http.stream():
+                    size += len(chunk)
+                    if size > _DISCARDED * most:
+                        break
+                    if size <= most:
+                        body += chunk
+                        self._bytes += len(chunk)
+                        if self._bytes > _MOST_BODIES * most:
+                            raise RefusedError("this episode has too many large requests in flight", 429, "rate_limit_exceeded")
+            finally:
+                self._receiving -= 1
             if size > most:
                 raise RefusedError(f"the body of {size} bytes or more is larger than {most}", 413, "request_too_large")
             yield bytes(body)
         finally:
-            self._requests -= 1
             self._bytes -= len(body)
 
 
-def _describe_error(error: RefusedError) -> Response:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return JSONResponse({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}, error.status)
+class _Delivery(Response):
+    """The response to one client that waits for a call. The headers of a stream are sent at once, and comments until its events follow."""
+
+    def __init__(self, episode: AgentEpisode, call: _Call, form: Form) -> None:
+        self._episode, self._call, self._form = episode, call, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, planned = self._call, self._call.planned.result()
+        assert isinstance(planned, PlannedTurn)
+        stream, gone = planned.request.stream, asyncio.ensure_future(_wait_until_gone(receive))
+        either: list[asyncio.Future[Any]] = [call.answer, gone]
+        try:
+            if stream:
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            while not (call.answer.done() or gone.done()):
+                if stream:
+                    await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                await asyncio.wait(either, timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({gone}, timeout=_LEFT_SECONDS)
+            if gone.done():
+                return
+            result = call.answer.result()
+            if isinstance(result, bytes):
+                self._episode.receive(planned.call)
+                call.received = True
+            elif stream:
+                result = self._form.encode([self._form.describe_error(result)])
+            else:
+                await self._form.refuse(result)(scope, receive, send)
+                return
+            if stream:
+                await send({"type": "http.response.body", "body": result})
+            else:
+                await Response(result, media_type="application/json")(scope, receive, send)
+        finally:
+            gone.cancel()
+            call.leave(planned)
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _hash(form: Form, body: bytes) -> bytes:
+    return hashlib.sha256(form.path.encode() + b"\0" + body).digest()
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
-    """Answer a refused request, or one with an unknown path or method, as OpenAI does."""
+    """Answer a refused request, or one with an unknown path or method, as OpenAI or Anthropic does."""
     if isinstance(error, HTTPException):
         code = "method_not_supported" if error.status_code == 405 else "unknown_url"
         error = RefusedError(f"invalid URL ({http.method} {http.url.path[:200]})", error.status_code, code)
     assert isinstance(error, RefusedError)
-    return _describe_error(error)
-
-
-def _describe_completion(turn: Turn, number: int, request: PolicyRequest) -> Response:
-    said = turn.messages[-1]
-    message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
-    delta = dict(message)
-    if said.tool_calls:
-        message["tool_calls"] = [call.to_openai() for call in said.tool_calls]
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(message["tool_calls"])]
-    common = {"id": f"chatcmpl-{number}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
-    finish = "tool_calls" if said.tool_calls else turn.generation.finish_reason
-    return _describe_choice(turn, request, common, finish, [{"delta": delta}, {"delta": {}}] if request.stream else [{"message": message}])
-
-
-def _describe_text(turn: Turn, number: int, request: PolicyRequest) -> Response:
-    common, text = {"id": f"cmpl-{number}", "object": "text_completion"}, {"text": turn.messages[-1].content}
-    return _describe_choice(turn, request, common, turn.generation.finish_reason, [text, {"text": ""}] if request.stream else [text])
-
-
-def _describe_choice(turn: Turn, request: PolicyRequest, common: dict[str, Any], finish: str, parts: list[dict[str, Any]]) -> Response:
-    """Return a completion, or a stream whose first chunk holds the whole text. `parts`: what the choice of each chunk holds."""
-    before, sampled = turn.prompt_tokens, len(turn.generation.output_ids_T)
-    ended = bool(sampled) and turn.generation.finish_reason == "stop"
-    matched = turn.stop or (int(turn.generation.output_ids_T[-1]) if ended else None)  # as SGLang answers: the stop text or the end token
-    usage = {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
-    common |= {"created": int(time.time()), "model": request.model}
-    ends = [{"finish_reason": None}] * (len(parts) - 1) + [{"finish_reason": finish, "matched_stop": matched}]
-    chunks = [{**common, "choices": [{"index": 0, **part, "logprobs": None, **end}]} for part, end in zip(parts, ends, strict=True)]
-    if not request.stream:
-        return JSONResponse({**chunks[0], "usage": usage})
-    if request.include_usage:
-        chunks = [{**chunk, "usage": None} for chunk in chunks] + [{**common, "choices": [], "usage": usage}]
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
-    return StreamingResponse(iter(lines), media_type="text/event-stream")
-
-
-def _describe_response(turn: Turn, number: int, request: PolicyRequest) -> Response:
-    said, before, sampled = turn.messages[-1], turn.prompt_tokens, len(turn.generation.output_ids_T)
-    cut = turn.generation.finish_reason == "length"
-    status = "incomplete" if cut else "completed"
-    output: list[dict[str, Any]] = []
-    if said.content or not said.tool_calls:
-        text = {"type": "output_text", "text": said.content, "annotations": []}
-        output.append({"type": "message", "id": f"msg_{number}", "role": "assistant", "status": status, "content": [text]})
-    for call in said.tool_calls:
-        named = {"id": f"fc_{call.id}", "call_id": call.id, "name": call.name, "arguments": call.arguments}
-        output.append({"type": "function_call", "status": "completed", **named})
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    response = {
-        "id": f"resp_{number}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": request.model,
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "error": None,
-        "instructions": request.instructions,
-        "metadata": {},
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto" if request.calls_tools else "none",
-        "tools": [{"type": "function", **tool["function"]} for tool in json.loads(request.tools)],
-        "usage": {"input_tokens": before, "output_tokens": sampled, "total_tokens": before + sampled, **details},
-    }
-    return JSONResponse(response)
-
-
-_FORMS: dict[str, tuple[Read, Describe]] = {
-    "/v1/chat/completions": (lambda _, body: read_chat_request(body), _describe_completion),
-    "/v1/completions": (lambda _, body: read_text_request(body), _describe_text),
-    "/v1/responses": (lambda episode, body: read_response_request(body, lambda name: episode.find_turn(name).messages), _describe_response),
-}
-"""Path -> what reads a request and describes the turn that answers it."""
+    return find_form(http.url.path).refuse(error)

@@ -5,7 +5,8 @@
              user', [d]                       a request with a different history begins another branch where they differ
 
 A path from the root to a leaf is a conversation and becomes a training sample. Conversations may share their first turns. Each sampled
-token is trained on once, in the first sample that holds it, and only read in the other samples.
+token is trained on once, in the first sample that holds it, and only read in the other samples. A response that nobody received, because
+its client had left, is no turn of a conversation, unless a later request continues it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -36,6 +38,7 @@ _MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent 
 class Turn:
     """One response of the policy, at its place in the tree."""
 
+    number: int  # in its episode
     parent: Turn | None
     messages: tuple[ConversationMessage, ...]  # the conversation, including the response
     tools: str
@@ -43,6 +46,8 @@ class Turn:
     generation: Generation
     seed: int | None
     stop: str = ""  # the stop text that ended the response, or "" if the end token or the limit did
+    malformed: bool = False  # whether the policy tried to call a tool incorrectly
+    answered: int = 0  # when a client last received the response, as its number among the episode's answers; 0 if none has
 
     @property
     def path(self) -> list[Turn]:
@@ -69,9 +74,18 @@ class Turn:
         return sum(len(turn.given_ids_T) + len(turn.generation.output_ids_T) for turn in self.path) - len(self.generation.output_ids_T)
 
 
+@dataclass(eq=False)
+class Call:
+    """What has become of a request that was planned."""
+
+    waiting: bool = True  # whether a client still waits for the response
+    turn: Turn | None = None
+
+
 class PlannedTurn(NamedTuple):
     """A turn to be sampled."""
 
+    call: Call
     request: PolicyRequest
     parent: Turn | None
     given_ids_T: np.ndarray
@@ -97,7 +111,8 @@ class AgentEpisode:
         self._config, self._format, self._lock = config, format, threading.Lock()
         self._turns: list[Turn] = []
         self._begun: set[Turn | None] = set()  # turns that another turn continues
-        self._branches = self._calls = self._refusals = self._tool_errors = 0
+        self._branches = self._refusals = 0
+        self._calls, self._answers = list[Call](), count(1)
         self._ended = False
         self.foreign = 0  # number of requests whose history continues no conversation, though it resembles one
         self.notes: list[str] = []  # why the first of them do not
@@ -111,30 +126,27 @@ class AgentEpisode:
             if self._ended:
                 raise RefusedError("this episode has ended", 401, "invalid_api_key")
             self._check_size(request)
-            if request.messages[0].role == TEXT:
-                request = self._divide(request)
-            parent = self._find_parent(request)
+            request, parent, given_ids_T, prompt_ids_T = self._encode(request)
             self._note_history(request, parent)
-            if parent is None:
-                prompt_ids_T = given_ids_T = self._format.encode_start(request.messages, request.tools)
-            else:
-                rest = request.messages[len(parent.messages) :]
-                given_ids_T = self._format.encode_rest(rest, request.tools, parent.generation.output_ids_T)
-                prompt_ids_T = np.concatenate([part for turn in parent.path for part in (turn.given_ids_T, turn.generation.output_ids_T)])
-                prompt_ids_T = np.concatenate([prompt_ids_T, given_ids_T])
             sampled = sum(len(turn.generation.output_ids_T) for turn in parent.path) if parent else 0
             room = min(self.sampling.max_new_tokens - sampled, self._config.max_tokens - len(prompt_ids_T))
-            if self._calls == self._config.max_calls:
+            if sum(call.waiting or bool(call.turn and call.turn.answered) for call in self._calls) >= self._config.max_calls:
                 self._refuse("turns", f"agent.max_calls = {self._config.max_calls} responses were given", "max_calls_reached")
             if room < 1:
                 text = f"the conversation of {len(prompt_ids_T)} tokens, {sampled} sampled, leaves no room (agent.max_tokens = "
                 text += f"{self._config.max_tokens}, rollout.max_new_tokens = {self.sampling.max_new_tokens})"
                 self._refuse("length", text, "context_length_exceeded")
-            self._calls += 1
+            self._calls.append(call := Call())
             seed = self._choose_seed(parent)
             stop, most = self.sampling.stop + request.stop, min(room, request.max_tokens or room)
             sampling = replace(self.sampling, seed=seed, stop=stop, max_new_tokens=most)
-            return PlannedTurn(request, parent, given_ids_T, prompt_ids_T, sampling)
+            return PlannedTurn(call, request, parent, given_ids_T, prompt_ids_T, sampling)
+
+    def count_tokens(self, request: PolicyRequest) -> int:
+        """Return the number of tokens with which the policy would be asked to answer a request. Raise RefusedError like `plan`."""
+        with self._lock:
+            self._check_size(request)
+            return len(self._encode(request)[3])
 
     def add(
         self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool, stop: str = ""
@@ -149,10 +161,17 @@ class AgentEpisode:
             parent = planned.parent  # the turns of a conversation share its messages, so memory grows with its length only
             given = planned.request.messages if parent is None else parent.messages + planned.request.messages[len(parent.messages) :]
             messages = (*given, ConversationMessage("assistant", content, named))
-            turn = Turn(parent, messages, planned.request.tools, planned.given_ids_T, generation, planned.sampling.seed, stop)
+            seed, tools = planned.sampling.seed, planned.request.tools
+            planned.call.turn = turn = Turn(
+                len(self._turns), parent, messages, tools, planned.given_ids_T, generation, seed, stop, malformed
+            )
             self._turns.append(turn)
-            self._tool_errors += malformed
             return turn
+
+    def receive(self, call: Call) -> None:
+        """Record that a client is given the response of a call."""
+        assert call.turn is not None
+        call.turn.answered, call.waiting = next(self._answers), False
 
     def find_turn(self, response: str) -> Turn:
         """Return the turn of a response's id, `resp_N`. Raise RefusedError if it does not exist."""
@@ -163,10 +182,6 @@ class AgentEpisode:
                 raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
             return self._turns[number]
 
-    def number_of(self, turn: Turn) -> int:
-        with self._lock:
-            return self._turns.index(turn)
-
     def fail(self, error: Exception) -> None:
         """Record an error of the run, and kill the agent."""
         with self._lock:
@@ -174,27 +189,44 @@ class AgentEpisode:
         self.kill()
 
     def finish(self, error: str, own_reward: float | None) -> Completion:
-        """End the episode and return its last conversation, with the other conversations as `branches`. `error`: why the agent failed."""
+        """End the episode and return the conversation that its last answered request belongs to, with the other conversations as
+        `branches`. `error`: why the agent failed."""
         with self._lock:
             self._ended = True
-            turns = list(self._turns)
+            turns = [turn for turn in self._turns if turn.answered]
         error = "" if self.limit else error
         parents = {turn.parent for turn in turns}
         leaves = [turn for turn in turns if turn not in parents]
         trained: set[Turn] = set()
-        leaves = [*leaves[-1:], *leaves[:-1]]
+        leaves.sort(key=lambda leaf: (-max(turn.answered for turn in leaf.path), -leaf.answered))
+        leaves[1:] = [leaf for leaf in turns if leaf in leaves[1:]]
         conversations = [self._build(leaf.path, trained) for leaf in leaves] or [self._build([], trained)]
         completion = conversations[0]
         completion.branches = conversations[1:]
-        completion.calls, completion.tool_errors = len(turns), self._tool_errors
+        completion.calls, completion.dropped_calls = len(turns), len(self._calls) - len(turns)
+        completion.tool_errors = sum(turn.malformed for turn in turns)
         completion.prompt_tokens = sum(turn.prompt_tokens for turn in turns)
         completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
-        completion.finish_reason = "agent" if error else self.limit or (turns[-1].generation.finish_reason if turns else "stop")
+        completion.finish_reason = "agent" if error else self.limit or completion.finish_reason or "stop"
         completion.environment_error = error
         completion.foreign_histories, completion.history_notes = self.foreign, self.notes
         is_cut = bool(self.limit) and own_reward is None and self._config.own_reward
         completion.own_reward = 0.0 if is_cut else own_reward
         return completion
+
+    def _encode(self, request: PolicyRequest) -> tuple[PolicyRequest, Turn | None, np.ndarray, np.ndarray]:
+        """Return a request that continues a text as one, the turn that it continues, the tokens behind that, and all tokens."""
+        if request.messages[0].role == TEXT:
+            request = self._divide(request)
+        parent = self._find_parent(request)
+        for turn in parent.path if parent else ():
+            turn.answered = turn.answered or next(self._answers)  # who continues a response has received it
+        if parent is None:
+            given_ids_T = self._format.encode_start(request.messages, request.tools)
+            return request, None, given_ids_T, given_ids_T
+        given_ids_T = self._format.encode_rest(request.messages[len(parent.messages) :], request.tools, parent.generation.output_ids_T)
+        earlier = [part for turn in parent.path for part in (turn.given_ids_T, turn.generation.output_ids_T)]
+        return request, parent, given_ids_T, np.concatenate([*earlier, given_ids_T])
 
     def _divide(self, request: PolicyRequest) -> PolicyRequest:
         """Return a request for a text that begins with an earlier text and its response as one that continues the response. A response that
@@ -210,14 +242,14 @@ class AgentEpisode:
 
     def _find_parent(self, request: PolicyRequest) -> Turn | None:
         """Return the turn with the longest conversation that the request begins with in meaning. If several are equally long, one
-        of the very same texts comes first, then the earliest."""
+        of the very same texts comes first, then one that a client has received, then the earliest."""
         fitting = dict[Turn | None, bool]({None: True})  # with whether the texts are the same
         for turn in self._turns:  # parents come before their children
             if turn.parent in fitting and turn.tools == request.tools and self._is_continued(turn, request):
                 part = slice(turn.start, len(turn.messages))
                 fitting[turn] = fitting[turn.parent] and request.messages[part] == turn.messages[part]
         del fitting[None]
-        return max(fitting, key=lambda turn: (len(turn.messages), fitting[turn]) if turn else (0, False), default=None)
+        return max(fitting, key=lambda turn: (len(turn.messages), fitting[turn], turn.answered > 0) if turn else (), default=None)
 
     def _is_continued(self, turn: Turn, request: PolicyRequest) -> bool:
         """Return whether a request that continues the turn's parent also continues the turn. What the policy sampled is compared by its

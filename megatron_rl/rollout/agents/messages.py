@@ -1,13 +1,17 @@
-"""Messages and requests of agents in one form for all of OpenAI's interfaces, and their comparison by meaning. No torch, no HTTP."""
+"""Messages and requests of agents in one form for all interfaces, and their comparison by meaning. No torch, no HTTP."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.validators import extend
 from pydantic_core import from_json
+from referencing import Registry
 
 MODEL = "policy"  # model name that the endpoint reports; requests may use any name
 TEXT = "text"  # role of a text that is completed without a chat template
+_Validator = extend(Draft202012Validator, dict.fromkeys(("pattern", "patternProperties", "format"), lambda *_: None))
 _EXACT_INTEGERS = 2**53
 """Floats hold all integers up to this size, so JavaScript writes 2.0 as 2."""
 
@@ -18,6 +22,10 @@ class RefusedError(Exception):
     def __init__(self, message: str, status: int = 400, code: str = "unsupported_value") -> None:
         self.status, self.code = status, code
         super().__init__(message)
+
+    def copy(self) -> "RefusedError":
+        """Return the error without its traceback, which keeps what the frames hold in memory."""
+        return RefusedError(str(self), self.status, self.code)
 
 
 @dataclass(frozen=True)
@@ -47,21 +55,24 @@ class ConversationMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    thought: str = ""  # has no meaning in a history, because the tokens of a response are kept
 
     def to_template(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.to_template() for call in self.tool_calls]
-        return message | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name))}
+        others = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning_content": self.thought}
+        return message | {name: value for name, value in others.items() if value}
 
     @property
     def size(self) -> int:
         """Number of characters that a chat template may write."""
         calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + len(self.name) + len(self.tool_call_id) + calls
+        return len(self.content) + len(self.name) + len(self.tool_call_id) + len(self.thought) + calls
 
     def differs_from(self, other: "ConversationMessage") -> str:
-        """Return in what the meaning of two messages differs, or "". Blanks around the text, names of speakers, and ids have none."""
+        """Return in what the meaning of two messages differs, or "". Blanks around the text, names of speakers, ids, and
+        thoughts have none."""
         if self == other:
             return ""
         if self.role != other.role:
@@ -84,6 +95,8 @@ class PolicyRequest:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     calls_tools: bool = False  # whether the response is searched for tool calls
+    parallel_calls: bool = True  # whether the response may call several tools
+    strict: tuple[str, ...] = ()  # names of the tools whose calls must have arguments of their schema
     overridden: tuple[str, ...] = ()  # options of the request that the run overrides
     model: str = MODEL  # echoed in the response
     stream: bool = False
@@ -94,6 +107,16 @@ class PolicyRequest:
     def size(self) -> int:
         """Number of characters that a chat template may write."""
         return len(self.tools) + sum(message.size for message in self.messages)
+
+
+def fits_schema(tools: str, name: str, arguments: str) -> bool:
+    """Return whether the arguments of a call are an object of the tool's schema, apart from patterns, which could take forever."""
+    schema = next((tool["function"].get("parameters") for tool in json.loads(tools) if tool["function"]["name"] == name), None)
+    value = _parse(arguments or "{}")
+    try:
+        return isinstance(value, dict) and _Validator(schema or {}, registry=Registry()).is_valid(value)
+    except Exception:  # the schema is the agent's
+        return False
 
 
 def _parse(arguments: str) -> Any:

@@ -16,8 +16,8 @@ from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.endpoint import AgentEndpoint
-from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
-from megatron_rl.rollout.agents.messages import PolicyRequest
+from megatron_rl.rollout.agents.episode import AgentEpisode, PlannedTurn, Turn
+from megatron_rl.rollout.agents.messages import PolicyRequest, fits_schema
 from megatron_rl.rollout.agents.process import SERVER_ENDED, AgentProcess, AgentResult, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
@@ -97,6 +97,7 @@ class AgentSampler:
 
     def _start(self, key: str, episode: AgentEpisode) -> AgentProcess:
         environment = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": key, **make_bypass()}
+        environment |= {"ANTHROPIC_BASE_URL": self._endpoint.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         with self._lock:
             if self._closed:
                 raise EngineLostError("the agents were ended")
@@ -120,18 +121,19 @@ class AgentSampler:
         what = self._config.name or " ".join(self._config.command or ())
         raise RunError(f"no agent {what} can be started: the process that agents are forked from ends immediately; its error is above")
 
-    def _answer(self, episode: AgentEpisode, request: PolicyRequest) -> Turn:
-        """Sample the turn that a request asks for. Called by the endpoint's threads."""
+    def _answer(self, episode: AgentEpisode, planned: PlannedTurn, abort: Abort) -> Turn:
+        """Sample a planned turn. Called by the endpoint's threads."""
+        request = planned.request
         for name in request.overridden:
             self._warn_once(f"agents set {name}; the run's own value is used instead")
         if request.calls_tools and not self._config.tool_parser:
             self._warn_once("agents offer tools, but agent.tool_parser is empty: tool calls are not parsed")
-        planned = episode.plan(request)
         if episode.notes:
             text = f"an agent repeats a conversation otherwise than it was ({episode.notes[0]}), so another sample begins; "
             self._warn_once(text + "see agent/foreign_histories, and history_notes in samples.jsonl", "history")
         hang_watchdog.enter_phase("generate")
-        (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], episode.abort)
+        with episode.abort.calling(abort.request):
+            (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], abort)
         check_versions(generation, episode.version, episode.staleness)
         stops = planned.sampling.stop
         text = generation.text if generation.text is not None else self._format.decode(generation.output_ids_T, stops)
@@ -154,7 +156,10 @@ class AgentSampler:
             return text, [], True
         if any(_is_torn(part) for part in (parsed.text, *(part for call in parsed.calls for part in call))):
             return text, [], True
-        return (parsed.text, parsed.calls, False) if parsed.calls else (text, [], parsed.text != whole)
+        calls = parsed.calls if request.parallel_calls else parsed.calls[:1]
+        if not all(name not in request.strict or fits_schema(request.tools, name, arguments) for name, arguments in calls):
+            return text, [], True
+        return (parsed.text, calls, False) if calls else (text, [], parsed.text != whole)
 
     def _warn_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._warned:

@@ -40,7 +40,9 @@ class Conversation:
         planned = self.episode.plan(request)
         (generation,) = self.policy.generate([planned.prompt_ids_T], [planned.sampling])
         text = ChatTokenizer().decode(generation.output_ids_T.tolist(), skip_special_tokens=True)
-        return self.episode.add(planned, generation, text, [], False).messages[-1].content
+        turn = self.episode.add(planned, generation, text, [], False)
+        self.episode.receive(planned.call)
+        return turn.messages[-1].content
 
 
 def text(ids: np.ndarray) -> str:

@@ -187,7 +187,8 @@ REFUSED_RESPONSES = {
     "instructions list": respond("x", instructions=["x"]), "instructions 5": respond("x", instructions=5),
     "previous 5": respond("x", previous_response_id=5), "previous unknown": respond("x", previous_response_id="resp_7"),
     "previous text": respond("x", previous_response_id="x"), "previous negative": respond("x", previous_response_id="resp_-1"),
-    "previous digits": respond("x", previous_response_id="resp_" + "9" * 5000), "stream": respond("x", stream=True),
+    "previous digits": respond("x", previous_response_id="resp_" + "9" * 5000), "truncation": respond("x", truncation="auto"),
+    "include": respond("x", include=["message.output_text.logprobs"]), "max_tool_calls": respond("x", max_tool_calls=1),
     "tools 5": respond("x", tools=5), "flat tool": respond("x", tools=[TOOL]), "max_output_tokens": respond("x", max_output_tokens=0),
     "surrogate": b'{"input": "\\ud800"}', "list": b"[]",
 }  # fmt: skip
@@ -323,13 +324,13 @@ def test_requests_in_flight_and_their_bodies_are_limited_per_episode(client, ser
         slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 100\r\n\r\n{{".encode())
         sockets.append(slow)
     waiting = client.sampler._endpoint._clients[client.key]
-    while waiting._requests < 3:
+    while waiting._receiving < 3:
         threading.Event().wait(0.01)
     assert client.post(chat())[0] == 429
     assert Client(*served).ask([USER])["content"] == "yes", "another episode is served"
     for slow in sockets:
         slow.close()
-    while waiting._requests:
+    while waiting._receiving:
         threading.Event().wait(0.01)
     assert client.ask([USER])["content"] == "yes" and waiting._bytes == 0
     monkeypatch.setattr(endpoint, "_MOST_BODIES", 0)

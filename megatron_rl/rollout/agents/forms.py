@@ -1,0 +1,119 @@
+"""The interfaces of the endpoint: how each reads its requests into `PolicyRequest`, and how it writes the turn that answers one. Responses
+come in one piece, also in a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from starlette.responses import JSONResponse, Response
+
+from megatron_rl.rollout.agents import messages_form, responses_form
+from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
+from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
+from megatron_rl.rollout.agents.requests import read_chat_request, read_text_request
+
+Object = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """One interface."""
+
+    path: str
+    read: Callable[[AgentEpisode, bytes], PolicyRequest]
+    describe: Callable[[Turn, PolicyRequest], Object]
+    stream: Callable[[Turn, PolicyRequest], list[Object]]
+    describe_error: Callable[[RefusedError], Object]
+    has_types: bool  # whether events have a `type`, which names them; else `[DONE]` is the last
+
+    def refuse(self, error: RefusedError) -> Response:
+        return JSONResponse(self.describe_error(error), error.status)
+
+    def write(self, turn: Turn, request: PolicyRequest) -> bytes:
+        return self.encode(self.stream(turn, request)) if request.stream else json.dumps(self.describe(turn, request)).encode()
+
+    def encode(self, events: list[Object]) -> bytes:
+        """Return the text of a stream's events."""
+        names = [f"event: {event['type']}\n" if self.has_types else "" for event in events]
+        lines = [f"{name}data: {json.dumps(event)}\n\n" for name, event in zip(names, events, strict=True)]
+        return "".join([*lines, *([] if self.has_types else ["data: [DONE]\n\n"])]).encode()
+
+
+def _describe_chat(turn: Turn, request: PolicyRequest) -> Object:
+    said = turn.messages[-1]
+    message: Object = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
+    message |= {"reasoning_content": said.thought} if said.thought else {}
+    message |= {"tool_calls": [call.to_openai() for call in said.tool_calls]} if said.tool_calls else {}
+    (choice,) = _make_choices(turn, "tool_calls" if said.tool_calls else turn.generation.finish_reason, [{"message": message}])
+    return {**_start(f"chatcmpl-{turn.number}", "chat.completion", request), "choices": [choice], "usage": _count(turn)}
+
+
+def _stream_chat(turn: Turn, request: PolicyRequest) -> list[Object]:
+    choice = _describe_chat(turn, request)["choices"][0]
+    delta = choice["message"]
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    common = _start(f"chatcmpl-{turn.number}", "chat.completion.chunk", request)
+    return _make_chunks(common, _make_choices(turn, choice["finish_reason"], [{"delta": delta}, {"delta": {}}]), turn, request)
+
+
+def _describe_text(turn: Turn, request: PolicyRequest) -> Object:
+    (choice,) = _make_choices(turn, turn.generation.finish_reason, [{"text": turn.messages[-1].content}])
+    return {**_start(f"cmpl-{turn.number}", "text_completion", request), "choices": [choice], "usage": _count(turn)}
+
+
+def _stream_text(turn: Turn, request: PolicyRequest) -> list[Object]:
+    choices = _make_choices(turn, turn.generation.finish_reason, [{"text": turn.messages[-1].content}, {"text": ""}])
+    return _make_chunks(_start(f"cmpl-{turn.number}", "text_completion", request), choices, turn, request)
+
+
+def _start(name: str, kind: str, request: PolicyRequest) -> Object:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def _count(turn: Turn) -> Object:
+    before, sampled = turn.prompt_tokens, len(turn.generation.output_ids_T)
+    return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
+
+
+def _make_choices(turn: Turn, finish: str, parts: list[Object]) -> list[Object]:
+    """Return the choices that hold the parts of a response. The last one has its end, with the stop text or the end token, as SGLang's."""
+    sampled = turn.generation.output_ids_T
+    ended = len(sampled) > 0 and turn.generation.finish_reason == "stop"
+    ends: list[Object] = [{"finish_reason": None}] * (len(parts) - 1)
+    ends.append({"finish_reason": finish, "matched_stop": turn.stop or (int(sampled[-1]) if ended else None)})
+    return [{"index": 0, **part, "logprobs": None, **end} for part, end in zip(parts, ends, strict=True)]
+
+
+def _make_chunks(common: Object, choices: list[Object], turn: Turn, request: PolicyRequest) -> list[Object]:
+    chunks = [{**common, "choices": [choice]} for choice in choices]
+    if request.include_usage:
+        return [*({**chunk, "usage": None} for chunk in chunks), {**common, "choices": [], "usage": _count(turn)}]
+    return chunks
+
+
+def _describe_error(error: RefusedError) -> Object:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def _describe_response_error(error: RefusedError) -> Object:
+    """Return an error that is also the last event of a stream."""
+    parts = _describe_error(error)["error"]
+    return {"type": "error", "sequence_number": 0, **{name: parts[name] for name in ("code", "message", "param")}, "error": parts}
+
+
+_CHAT = Form("/v1/chat/completions", lambda _, body: read_chat_request(body), _describe_chat, _stream_chat, _describe_error, False)
+FORMS = (
+    _CHAT,
+    Form("/v1/completions", lambda _, body: read_text_request(body), _describe_text, _stream_text, _describe_error, False),
+    Form("/v1/responses", responses_form.read, responses_form.describe, responses_form.stream, _describe_response_error, True),
+    Form("/v1/messages", messages_form.read, messages_form.describe, messages_form.stream, messages_form.describe_error, True),
+)
+
+
+def find_form(path: str) -> Form:
+    """Return the form that answers requests to a path, or that of chat completions, whose errors are those of unknown paths."""
+    return next((form for form in FORMS if path == form.path or path.startswith(f"{form.path}/")), _CHAT)

@@ -1,0 +1,160 @@
+"""Anthropic's interface: /v1/messages, also streamed, and the count of a request's tokens."""
+
+import json
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import from_json
+
+from megatron_rl.rollout.agents import requests
+from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
+from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall
+
+OPTIONS = requests.Options(
+    ("temperature", "top_p", "top_k", "thinking", "output_config"),
+    ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"),
+)
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class _Effort(requests.Model):
+    model_config = ConfigDict(extra="forbid")
+    effort: str | None = None
+
+
+class _ToolChoice(requests.Model):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Tool(requests.Function):
+    type: Literal["custom"] | None = None
+    parameters: dict[str, JsonValue] | None = Field(None, alias="input_schema")
+
+
+class _Message(requests.Model):
+    role: Literal["system", "user", "assistant"]
+    content: str | requests.Few[dict[str, Any]]
+
+
+class _ToolUse(requests.Model):
+    id: requests.Name
+    name: requests.Name
+    input: dict[str, JsonValue]
+
+
+class _ToolResult(requests.Model):
+    tool_use_id: requests.Name
+    content: Annotated[str, BeforeValidator(requests.join_texts)] = ""
+
+
+class _Text(requests.Model):
+    text: str
+
+
+class _Thinking(requests.Model):
+    thinking: str
+
+
+class _MessagesRequest(requests.Request):
+    messages: Annotated[list[_Message], Field(max_length=10_000, fail_fast=True)]
+    system: Annotated[str, BeforeValidator(requests.join_texts)] = ""
+    tools: requests.Few[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    output_config: _Effort | None = None
+    max_tokens: requests.Count | None = None
+    stop_sequences: Annotated[list[requests.Stop] | None, Field(max_length=16)] = None
+
+
+def read(_: AgentEpisode, body: bytes) -> PolicyRequest:
+    """Read a request, or raise RefusedError."""
+    with requests.reading_body(body, _MessagesRequest, OPTIONS) as (values, request):
+        messages = [ConversationMessage("system", request.system)] if request.system else []
+        for message in request.messages:
+            messages += _convert(message)
+        request.stop = request.stop_sequences
+        if (choice := request.tool_choice) is not None:
+            values["tool_choice"], request.parallel_tool_calls = choice.type, not choice.disable_parallel_tool_use
+        return requests.make_request(values, request, messages, request.tools or (), request.max_tokens)
+
+
+def _convert(message: _Message) -> list[ConversationMessage]:
+    """Return a message's own text, thought, and calls as one message behind those of the results of tools in it."""
+    results, calls, texts, thoughts = list[ConversationMessage](), list[ToolCall](), list[str](), list[str]()
+    for block in [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content:
+        kind, place = block.get("type"), "messages.content"
+        if kind == "text":
+            texts.append(requests.validate(_Text, block, place).text)
+        elif kind == "tool_result":
+            result = requests.validate(_ToolResult, block, place)
+            results.append(ConversationMessage("tool", result.content, tool_call_id=result.tool_use_id))
+        elif kind == "tool_use":
+            call = requests.validate(_ToolUse, block, place)
+            calls.append(ToolCall(call.id, call.name, json.dumps(call.input)))
+        elif kind == "thinking":
+            thoughts.append(requests.validate(_Thinking, block, place).thinking)
+        elif kind != "redacted_thinking":
+            raise RefusedError(f"messages: blocks of type {json.dumps(kind)[:100]} are not supported")
+    if results and not (texts or calls or thoughts):
+        return results
+    return [*results, ConversationMessage(message.role, "".join(texts), tuple(calls), thought="".join(thoughts))]
+
+
+def describe(turn: Turn, request: PolicyRequest) -> dict[str, Any]:
+    said = turn.messages[-1]
+    blocks: list[dict[str, Any]] = [{"type": "thinking", "thinking": said.thought, "signature": ""}] if said.thought else []
+    if said.content or not (said.thought or said.tool_calls):
+        blocks.append({"type": "text", "text": said.content})
+    blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": _read_input(call)} for call in said.tool_calls]
+    ended = "max_tokens" if turn.generation.finish_reason == "length" else "stop_sequence" if turn.stop else "end_turn"
+    return {
+        "id": f"msg_{turn.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": blocks,
+        "stop_reason": "tool_use" if said.tool_calls else ended,
+        "stop_sequence": turn.stop or None,
+        "usage": _count(turn.prompt_tokens, len(turn.generation.output_ids_T)),
+    }
+
+
+def _count(before: int, sampled: int) -> dict[str, int]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": before, "output_tokens": sampled, **cached}
+
+
+def _read_input(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments as an object, which this interface expects."""
+    try:
+        value = from_json(call.arguments or "{}")
+    except ValueError:
+        value = call.arguments
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
+def stream(turn: Turn, request: PolicyRequest) -> list[dict[str, Any]]:
+    whole = describe(turn, request)
+    begun = whole | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": whole["usage"] | {"output_tokens": 0}}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    empty: dict[str, Any]
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "tool_use":
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        else:
+            name = block["type"]
+            empty, delta = {name: ""}, {"type": f"{name}_delta", name: block[name]}
+        events += [
+            {"type": "content_block_start", "index": index, "content_block": block | empty},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
+        ]
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    return [*events, {"type": "message_delta", "delta": end, "usage": whole["usage"]}, {"type": "message_stop"}]
+
+
+def describe_error(error: RefusedError) -> dict[str, Any]:
+    kind = _ERRORS.get(error.status, "api_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
