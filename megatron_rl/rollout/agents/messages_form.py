@@ -23,6 +23,19 @@ class _Effort(requests.Model):
     effort: str | None = None
 
 
+class _Edit(requests.Model):
+    """An edit that keeps what it could drop, as Claude Code sends it."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _ContextManagement(requests.Model):
+    model_config = ConfigDict(extra="forbid")
+    edits: list[_Edit] | None = None
+
+
 class _ToolChoice(requests.Model):
     model_config = ConfigDict(extra="forbid")
     type: Literal["auto", "none"]
@@ -64,6 +77,7 @@ class _MessagesRequest(requests.Request):
     tools: requests.Few[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     output_config: _Effort | None = None
+    context_management: _ContextManagement | None = None
     max_tokens: requests.Count | None = None
     stop_sequences: Annotated[list[requests.Stop] | None, Field(max_length=16)] = None
 

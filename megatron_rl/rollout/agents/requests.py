@@ -30,7 +30,7 @@ class Options(NamedTuple):
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _KEYS = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _HANDLING = ("store", "metadata", "user", "service_tier", "safety_identifier", *_KEYS)
-COMPLETIONS = RESPONSES = Options(_SAMPLING, _HANDLING)
+COMPLETIONS, RESPONSES = Options(_SAMPLING, _HANDLING), Options((*_SAMPLING, "reasoning"), (*_HANDLING, "client_metadata"))
 _OFF = (None, False, 0, "", "none", "auto", "default", "text")
 _DEFAULTS = {
     **{"n": 1, "best_of": 1, "repetition_penalty": 1, "length_penalty": 1, "skip_special_tokens": True, "verbosity": "medium"},
