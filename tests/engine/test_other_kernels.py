@@ -5,7 +5,7 @@ import os
 import planted_server
 import pytest
 from support.processes import ROOT
-from support.train_command import finish, latest, read_json, train
+from support.train_command import finish, latest, read_json, read_rows, train
 
 PLANTED = {
     "another norm": r"layer 0: input_norm: the engine computes with sglang.srt.layers.layernorm.RMSNorm.forward_native (sglang 0.5.23, ",
@@ -24,4 +24,4 @@ def test_a_run_ends_before_it_samples(name, tmp_path, monkeypatch):
     reason = read_json(latest(tmp_path) / "run.json")["reason"]
     assert done.code == 3 and f"the run promises a mismatch of 0, but {PLANTED[name]}" in reason and "\n" not in reason, done.err
     assert "; start both from one" in reason or "; use one model" in reason or "; install the same" in reason
-    assert not (latest(tmp_path) / "samples.jsonl").exists() and not (latest(tmp_path) / "metrics.jsonl").exists()
+    assert read_rows(latest(tmp_path)) == read_rows(latest(tmp_path), "samples.jsonl") == []
