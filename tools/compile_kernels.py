@@ -138,7 +138,26 @@ def launch_all() -> None:
             vocabulary_triton.differentiate_(logits, targets, sums, sums, temperature)
         add_token_rows(torch.zeros(512, 4096), targets, torch.zeros(4, 4096, dtype=dtype))
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
+    launch_attention()
     launch_gated_delta()
+
+
+def launch_attention() -> None:
+    """Launch attention in splits, for packed sequences and decoded tokens of models with several groupings of heads."""
+    from megatron_rl.kernels.split_attention import Sequences, pack
+    from megatron_rl.kernels.split_attention.triton import attend
+
+    numbers, slots = torch.zeros(4, dtype=torch.int64), torch.zeros(3, 5000, dtype=torch.int32)
+    for per_group, width, sinks, window in (
+        (7, 64, False, 0), (4, 64, True, 128), (1, 128, False, 0), (4, 128, False, 0), (8, 128, True, 128), (8, 256, True, 0),
+    ):  # fmt: skip
+        if width > 128 and blackwell.is_blackwell():
+            continue  # registers spill, but trainer and engine share no attention there
+        query, key = torch.zeros(3, 2 * per_group, width, dtype=torch.bfloat16), torch.zeros(5000, 2, width, dtype=torch.bfloat16)
+        kind = 1.0, query[0, :, 0] if sinks else None, window
+        attend(query, key[:3], key[:3], pack(torch.zeros(2, dtype=torch.int32), 3, 3), *kind)
+        for longest, splits in ((3, 0), (1, 3)):
+            attend(query, key, key, Sequences(numbers, numbers[:3], numbers[:3], slots, 5000, longest, splits), *kind)
 
 
 def launch_gated_delta() -> None:

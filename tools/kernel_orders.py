@@ -72,7 +72,8 @@ def list_operators() -> dict[str, Variants]:
     heads = {f"norms of heads of {dim}": _vary(_launch_heads, dim) for dim in (64, 128, 256)}
     softmax = {f"log-sum of {width}": _vary(_launch_log_sums, width) for width in (151936, 128256, 32001)}
     trees = {f"tree of {dtype}": _vary(_launch_trees, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)}
-    return widths | heads | softmax | trees
+    attention = {f"attention of heads of {dim}": _vary(_launch_attention, dim) for dim in (64, 128, 256)}
+    return widths | heads | softmax | trees | attention
 
 
 def _vary(launches: Callable[[int, int, Any], dict[str, Callable[[], Any]]], size: Any) -> Variants:
@@ -128,3 +129,22 @@ def _launch_trees(rows: int, alignment: int, dtype: torch.dtype) -> dict[str, Ca
     x, weight = _at(alignment, rows, 4096, dtype=dtype), _at(16, 256, 4096, dtype=dtype)
     scales = () if dtype.itemsize > 1 else (torch.zeros(32, rows).t(), torch.zeros(2, 32))
     return {"product": lambda: sums.multiply_nodes(x, weight, *scales)}
+
+
+def _launch_attention(rows: int, alignment: int, dim: int) -> dict[str, Callable[[], Any]]:
+    from megatron_rl.kernels.split_attention import Sequences, pack
+    from megatron_rl.kernels.split_attention import triton as kernels
+
+    query, key, value = (_at(alignment, rows, count, dim) for count in (8, 2, 2))
+    caches, numbers, sinks = (_at(16, 5000, 2, dim), _at(16, 5000, 2, dim)), torch.zeros(rows + 1, dtype=torch.int64), _at(alignment, 8)
+    cached = Sequences(numbers, numbers[:-1], numbers[:-1], torch.zeros(rows, 5000, dtype=torch.int32), 5000, rows)
+    launches: dict[str, Callable[[], Any]] = {}
+    for beside, window in ((None, 0), (sinks, 128 if dim < 256 else 0)):
+        kind = 1.0, beside, window
+        packed = pack(torch.zeros(2, dtype=torch.int32), rows, rows)
+        named = {"packed": (key, value, packed), "chunk": (*caches, cached), "decoded": (*caches, cached._replace(longest=1, splits=3))}
+        launches |= {
+            f"{name}, {'sinks' if kind[1] is not None else 'plain'}": partial(kernels.attend, query, *given, *kind)
+            for name, given in named.items()
+        }
+    return launches

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import RunError
+from megatron_rl.kernels.attention.gradients import differentiate_by_flash_attention
 from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS
 
 KERNEL = "sgl_kernel.flash_attn"
@@ -51,10 +52,6 @@ class _FlashAttention3(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *saved, starts = ctx.saved_tensors  # log-sums are float32 `[h, t]` in both libraries
-        unused = torch.zeros(2, dtype=torch.uint64, device=gradient.device)  # the random numbers of a dropout
-        longest, causal = (ctx.longest, ctx.longest), [-1, 0]
-        found = torch.ops.torch_attn._varlen_attn_backward(
-            gradient.contiguous(), *saved, starts, starts, *longest, True, unused, ctx.scale, causal
-        )
+        *saved, starts = ctx.saved_tensors
+        found = differentiate_by_flash_attention(gradient, saved, starts, ctx.longest, ctx.scale)
         return *found, None, None, None

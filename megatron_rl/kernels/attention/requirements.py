@@ -5,7 +5,14 @@ import inspect
 _ARGUMENTS = ("scale", "window_size", "enable_gqa")  # of `varlen_attn` that `kernels.attention.reference.flash_attention` passes
 HEAD_WIDTHS = (128,)
 """Head widths for which, by reading, FlashAttention 3 adds keys in the same blocks in the trainer, in prefills and in decoding."""
+SPLIT_WIDTHS = (64, 128, 256)
+"""Head widths of `kernels.split_attention`, the kernel of this project for what FlashAttention 3 does not compute with the same bits."""
 INSTALL_HINT = "install torch 2.12 or newer: bash launch/install_gpu.sh"
+
+
+def takes_splits(width: int, window: int) -> bool:
+    """Return whether `kernels.split_attention` takes heads of this width. With 256 numbers, a window would not leave enough registers."""
+    return width in SPLIT_WIDTHS and not (window and width > 128)
 
 
 def find_attention_problem() -> str:

@@ -8,14 +8,13 @@ import kernel_orders
 from support.kernel_tests import call_with_triton, needs_triton
 
 
-def find_differences(*operators, **replaced):
-    """Return the differences of these operators for few rows, while functions of the kernels' modules are replaced."""
-    from megatron_rl.kernels.norm import triton as norm
-
+def find_differences(*operators, module="norm", **replaced):
+    """Return the differences of these operators for few rows, while functions of a module of kernels are replaced."""
+    replaces = mock.patch.multiple(f"megatron_rl.kernels.{module}.triton", **replaced) if replaced else nullcontext()
     every = kernel_orders.list_operators()
     chosen = {name: every[name] for name in operators}
     with mock.patch.object(kernel_orders, "list_operators", return_value=chosen), mock.patch.object(kernel_orders, "ROWS", (1, 16, 4096)):
-        with mock.patch.multiple(norm, **replaced) if replaced else nullcontext():
+        with replaces:
             return kernel_orders.find_differences(compile_kernels.intercept_launches(90))
 
 
@@ -24,16 +23,22 @@ def compare():
     share their tiles."""
     from megatron_rl.kernels.norm import triton as norm
 
-    own = find_differences("norm of 128", "norm of 896", "norms of heads of 128", "log-sum of 32001", "tree of torch.float8_e4m3fn")
+    own = find_differences(
+        "norm of 128", "norm of 896", "norms of heads of 128", "log-sum of 32001", "tree of torch.float8_e4m3fn", "attention of heads of 64"
+    )
     misaligned = find_differences("norm of 896", align=lambda x: x)
     tiles = iter(range(10**6))
     alternating = find_differences("norm of 128", choose_tile=lambda width: norm.choose_launch(width) | {"ROWS": 1 + next(tiles) % 2})
-    return own, misaligned, alternating
+    launch = {"num_stages": 2, "enable_fp_fusion": False}
+    spread = lambda width: launch | {"num_warps": 4 + 4 * (next(tiles) % 2)}  # noqa: E731
+    attention = find_differences("attention of heads of 64", module="split_attention", choose_launch=spread)
+    return own, misaligned, alternating, attention
 
 
 @needs_triton
 def test_shared_kernels_have_one_order_and_planted_differences_are_found():
-    own, misaligned, alternating = call_with_triton(compare)
+    own, misaligned, alternating, attention = call_with_triton(compare)
     assert not own
     assert misaligned and all("at 8 bytes" in line for line in misaligned), "another order for addresses of 8 bytes"
     assert alternating and "axis 1 of tensor<2x128xf32" in alternating[0]
+    assert attention and "nvidia_mma" in attention[0], "another matrix instruction"
