@@ -47,6 +47,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     configure_nvtx_profiling(runs_under_nsys())  # enables Megatron's NVTX ranges
     cpu.install()
     adam.install()
+    products.add_gradients_in_place()
     quantizing_optimizer.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank)

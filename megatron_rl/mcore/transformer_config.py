@@ -77,7 +77,7 @@ def build_transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        gradient_accumulation_fusion=False,  # apex's kernel; the quantized layers accumulate in place themselves
+        gradient_accumulation_fusion=False,  # the layers add gradients in place themselves
         moe_token_dispatcher_type="alltoall",  # Megatron validates it even for dense models
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,

@@ -30,7 +30,7 @@ def wrap_chunks(chunks: list[GPTModel], train: TrainConfig) -> list[Any]:
     config = copy.copy(chunks[0].config)  # Megatron's schedule reads these options from the wrapper
     config.finalize_model_grads_func, config.moe_router_bias_update_rate = finalize_model_grads, train.router_bias_rate
     # as in Megatron's training loop, later virtual stages use a single bucket
-    wrapped = [DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    wrapped = [_Replica(config, settings, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
     if settings.overlap_grad_reduce:
         no_sync = [ddp.no_sync for ddp in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -42,6 +42,19 @@ def wrap_chunks(chunks: list[GPTModel], train: TrainConfig) -> list[Any]:
                 if bucket.param_data.itemsize == 1:
                     bucket.param_data = bucket.param_data.view(torch.uint8)  # gloo does not support float8
     return wrapped
+
+
+class _Replica(DistributedDataParallel):
+    """Megatron's, which divides all gradients by the number of tokens: only those that this replica steps, by a kernel that reads the
+    factor once. PyTorch's product with a tensor of one number on a GPU is not vectorized."""
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        own = []
+        for group in _bucket_groups(self):
+            rank, size = group.intra_distributed_optimizer_instance_rank, group.intra_distributed_optimizer_instance_size
+            own += [bucket.grad_data.chunk(size)[rank] for bucket in group.buckets]
+        if own:
+            torch._foreach_mul_(own, scaling_factor.reshape(()))
 
 
 def start_gathers(wrapped: Iterable[Any]) -> None:

@@ -3,10 +3,20 @@ engine share."""
 
 import functools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl.kernels.batch_invariant import InvariantMatmuls
 from megatron_rl.kernels.linear import plain
+from megatron_rl.mcore.layers.linear.weight_gradient import add_product
+
+
+def add_gradients_in_place() -> None:
+    """Give Megatron's linear layers PyTorch's product instead of apex's, which may be absent, to add FP32 gradients to their buffers."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)  # type: ignore[attr-defined]
 
 
 def patch_linear_products() -> None:

@@ -11,15 +11,19 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take_weight, take_weights
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply, take_weight, take_weights
 
 
 class PlainColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel layer in which each of two concurrent micro-batches adds its gradient to the buffer itself."""
+    """Column-parallel layer in which each of two concurrent micro-batches adds its gradient to the buffer itself, on a GPU within its
+    product."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         with take_weights(self):
             return super().forward(*args, **options)
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return multiply(super()._forward_impl, input, self._parameters["weight"], *args, **options)
 
 
 class Embedding(VocabParallelEmbedding):
@@ -70,8 +74,8 @@ class ReplicatedLinear(MegatronModule):
         return self._forward_impl(x, self.weight, allreduce_dgrad=False, sequence_parallel=False, tp_group=group), None
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        multiply: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        return multiply(input, take_weight(weight), bias=None, gradient_accumulation_fusion=False, **options)
+        product: Any = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
+        return multiply(product, input, weight, bias=None, **options)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None) -> Any:
         return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)

@@ -11,7 +11,7 @@ from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.layers.linear.exchange import Pending, pend, start_scatter
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, take_weight
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply, take_weight
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -158,5 +158,5 @@ class TreeRowParallelLinear(RowParallelLinear):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, row_sum: RowSum | None = None, **options: Any) -> Any:
         if row_sum is None:
-            return super()._forward_impl(input, take_weight(weight), *args, **options)
+            return multiply(super()._forward_impl, input, weight, *args, **options)
         return TreeProduct.apply(input, weight, row_sum)

@@ -4,7 +4,7 @@ With two concurrent micro-batches (`mcore.passes.two_batch`), a weight has two g
 the weight's dtype. Instead, each is added to the buffer, and autograd receives none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,7 @@ class WeightGradient:
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T . x for dy [T, N] and x [T, K]."""
-        if self._sum.dtype == dy.dtype:
-            self._sum.addmm_(dy.t(), x)
-        elif dy.is_cuda and self._sum.dtype == torch.float32:  # FP32 sums straight into the buffer
-            torch.addmm(self._sum, dy.t(), x, out_dtype=torch.float32, out=self._sum)
-        else:
-            self._sum += dy.t() @ x
+        add_product(x, dy, self._sum)
 
     def add_rows(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Add the rows [t, K] of tokens int64 [t] of an embedding; tokens out of range are left out."""
@@ -37,6 +32,16 @@ class WeightGradient:
     def finish(self) -> torch.Tensor | None:
         """Return the gradient for autograd."""
         return hand_over_gradient(self._weight) if self._has_buffer else self._sum.to(self._weight.dtype)
+
+
+def add_product(x: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+    """Add dy^T . x to `total` [N, K], for dy [T, N] and x [T, K]. On a GPU, FP32 sums are added within the product."""
+    if total.dtype == dy.dtype:
+        total.addmm_(dy.t(), x)
+    elif dy.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)
+    else:
+        total += dy.t() @ x
 
 
 def hand_over_gradient(weight: Any) -> torch.Tensor | None:
@@ -53,11 +58,13 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
         ctx.weight = weight
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-        ctx.weight.main_grad.add_(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is not None:  # otherwise the product has added it
+            ctx.weight.main_grad.add_(gradient)
         return hand_over_gradient(ctx.weight)
 
 
@@ -66,6 +73,20 @@ def take_weight(weight: Any) -> Any:
     if weight is None or not two_batch.is_under_way() or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight
     return _AddGradient.apply(weight)
+
+
+def multiply(product: Callable[..., torch.Tensor], x: torch.Tensor, weight: Any, *args: Any, **options: Any) -> torch.Tensor:
+    """Return Megatron's `product` of x and a weight. On a GPU, the product of the gradient adds it to Megatron's buffer; elsewhere, an
+    operator of its own does, and the gradient is rounded to the weight's dtype before."""
+    in_place = on_gpu(x) and hasattr(weight, "main_grad") and weight.requires_grad and torch.is_grad_enabled()
+    taken = _AddGradient.apply(weight) if in_place else take_weight(weight)
+    if in_place:
+        taken.main_grad = weight.main_grad
+    return product(x, taken, *args, **options | {"gradient_accumulation_fusion": in_place})
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 @contextmanager

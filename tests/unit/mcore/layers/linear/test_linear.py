@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
 from megatron_rl.kernels.linear import make_backend
+from megatron_rl.mcore.layers.linear import weight_gradient
 from megatron_rl.mcore.layers.linear.quantized_matmul import Product, QuantizedMatmul
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply
+from megatron_rl.mcore.platform.products import add_gradients_in_place
 from megatron_rl.precision.fp8 import append_zeros, quantize_weight
 from parallel.formats import FP8
 
@@ -60,6 +65,33 @@ def test_a_chunk_allocates_no_matrix_of_the_weights_size(monkeypatch):
     (((into, left, right), options),) = calls
     assert into is weight.main_grad is options["out"] and options["out_dtype"] is torch.float32
     assert left.shape == (512, 8) and right is x
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_megatrons_products_add_their_gradients_in_place_on_a_gpu(monkeypatch, micro_batches):
+    """Autograd gets no gradient, and the hook of Megatron's DDP runs once for all micro-batches of a pass."""
+    kernels, total = SimpleNamespace(), torch.ones(6, 4)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    add_gradients_in_place()
+    weight: Any = torch.nn.Parameter(torch.randn(6, 4).bfloat16())
+    weight.main_grad, weight.grad_added_to_main_grad, hooks = total.clone(), False, []
+    accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulation.register_hook(lambda *_: hooks.append(weight.grad_added_to_main_grad))
+    options = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": object()}
+    monkeypatch.setattr(weight_gradient, "on_gpu", lambda _: True)
+    sums, rows = [], [torch.randn(3, 1, 4).bfloat16().requires_grad_() for _ in range(micro_batches)]
+    for x in rows:
+        sums.append(multiply(linear_with_grad_accumulation_and_async_allreduce, x, weight, **options).square().sum())
+    torch.stack(sums).sum().backward()
+    for x in reversed(rows):
+        y = torch.nn.functional.linear(x.detach(), weight.detach()).flatten(0, 1)
+        total += (2 * y).t() @ x.detach().flatten(0, 1)
+        assert torch.equal(x.grad, ((2 * y) @ weight.detach()).view_as(x))
+    torch.testing.assert_close(weight.main_grad, total)
+    assert hooks == [True] and weight.grad.untyped_storage().nbytes() == 2
+    with torch.no_grad():
+        multiply(linear_with_grad_accumulation_and_async_allreduce, rows[0], weight, **options)
 
 
 class TwoProducts(torch.autograd.Function):
