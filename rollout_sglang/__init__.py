@@ -19,7 +19,7 @@ class SGLangLauncher:
 
     def check(self, config: Config) -> None:
         from rollout_sglang.hooks import blackwell
-        from rollout_sglang.server_options import ATTENTION, check, check_tool_parser, check_triton_attention
+        from rollout_sglang.server_options import ATTENTION, check, check_graphs, check_tool_parser, check_triton_attention
 
         options = dict(config.rollout.sglang)
         blackwell.check_options(options)
@@ -28,6 +28,7 @@ class SGLangLauncher:
             check_triton_attention(config)
             options.pop(ATTENTION, None)
         check(options)
+        check_graphs(config)
         if config.agent is not None and config.agent.tool_parser:
             check_tool_parser(config.agent.tool_parser)
 

@@ -49,6 +49,7 @@ _OWN_FLASH_ATTENTION = "SGLANG_USE_SGL_FA3_KERNEL"  # FlashAttention 3 from sgl-
 _WINDOW_DTYPE, _STATE_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
 """Formats of what linear attention keeps of a sequence. SGLang's default rounds windows of the convolution to BF16 in an FP32 model too."""
 _PREFILL_GRAPHS = {"cuda_graph_backend_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph", "cuda_graph_config"}
+DECODE_GRAPHS = {"cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "disable_cuda_graph", "cuda_graph_config"}
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 60.0
 
@@ -129,6 +130,8 @@ def make_server_arguments(
             options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
         if contract.sums_by_ranks:
             options["attention-backend"] = "fa3"
+        if not DECODE_GRAPHS & rollout.sglang.keys():
+            options["cuda-graph-max-bs-decode"] = rollout.max_running_requests  # SGLang's default only looks at memory and tp
         if blackwell.is_blackwell():
             options = blackwell.SERVER_OPTIONS | options
         options["base-gpu-id"] = get_base_gpu_id(config, placement)

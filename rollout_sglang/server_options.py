@@ -122,6 +122,18 @@ def check(options: Mapping[str, Any]) -> None:
             raise UserError(field, value, f"must be of type {' or '.join(wanted)}", "see SGLang's documentation of server arguments")
 
 
+def check_graphs(config: Config) -> None:
+    """Raise UserError if the largest batch that an engine may decode has no CUDA graph, unless all graphs are off. It would take several
+    times as long, because the host launches every kernel."""
+    options, largest = config.rollout.sglang, config.rollout.max_running_requests
+    for name in ("cuda_graph_bs_decode", "cuda_graph_max_bs_decode"):
+        sizes = options.get(name)
+        most = max(sizes, default=0) if isinstance(sizes, list) else sizes
+        if most is not None and most < largest and not options.get("disable_cuda_graph"):
+            rule = f"leaves batches of up to {largest} requests (rollout.max_running_requests) without a CUDA graph"
+            raise UserError(f"{FIELD}.{name}", sizes, rule, f"add {largest}, or set rollout.max_running_requests = {most}")
+
+
 def check_triton_attention(config: Config) -> None:
     """Raise UserError unless engines may attend by SGLang's Triton kernels, which decode in an order of sums that depends on the number of
     keys: on a GPU, if the run does not ask for one order."""

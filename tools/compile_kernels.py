@@ -60,6 +60,7 @@ def intercept_launches(architecture: int) -> dict[str, list[Any]]:
 
 def launch_all() -> None:
     """Call the functions that launch kernels, for every variant of each kernel."""
+    from megatron_rl.kernels.cache_units.triton import enter_units
     from megatron_rl.kernels.embedding.triton import add_token_rows
     from megatron_rl.kernels.experts import triton as token_rows_triton
     from megatron_rl.kernels.experts.token_groups import TokenGroups
@@ -84,7 +85,9 @@ def launch_all() -> None:
         quantize_activation(x, scale_format, rows=True, columns=True, groups=halves, by_token=True)
         for columns, by_token in ((True, False), (True, True), (False, False)):
             quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns, by_token=by_token)
-        quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(4, 256).t(), scale_format)
+        for rows in (x, torch.zeros(384, 512, dtype=torch.bfloat16)):  # as parts of a token, and in tiles
+            quantize_into(rows, torch.zeros_like(rows, dtype=torch.float8_e4m3fn), torch.zeros(4, len(rows)).t(), scale_format)
+        swiglu_triton.multiply_and_quantize(x, scale_format)
         if scale_format == "pow2":
             quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(1, 256, dtype=torch.int32).t(), scale_format)
         for rows, columns, groups in ((True, True, None), (True, False, None), (True, True, halves)):
@@ -100,6 +103,7 @@ def launch_all() -> None:
         stream, weight = torch.zeros(32, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
         for scale_format, residual in (("pow2", stream), ("fp32", stream), ("pow2", None)):
             quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=True)
+            quantize_norm(stream, residual, weight, 1e-6, scale_format, columns=False, result=stream)
             norm_triton.differentiate(stream, stream, torch.zeros(32), weight, residual)
             norm_triton.normalize(stream, residual, weight.float(), 1e-6)
         order, places = torch.zeros(32, 8, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
@@ -119,6 +123,7 @@ def launch_all() -> None:
         if norms is not None:
             heads_triton.normalize_heads(query, key, norms, 1e-6)
         heads_triton.differentiate_heads((query, key, key), mixed, layout, norms)
+    enter_units(query, key, key, torch.zeros(2))
     slices, scale = torch.zeros(32, 6, 256, dtype=torch.bfloat16)[:, 1:5], torch.zeros(256)
     norm_triton.differentiate(slices, *norm_triton.normalize(slices, None, scale, 1e-6)[:2], scale, None)
     for width in (256, 4096, 32768):  # 32768 gives the deepest tree: 32B models have 25,600 at tp 1

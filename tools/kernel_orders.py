@@ -97,6 +97,7 @@ def _launch_norms(rows: int, alignment: int, width: int) -> dict[str, Callable[[
     if width % 128 == 0:
         for (name, given), scales in itertools.product(plain.items(), ("pow2", "fp32")):
             launches[f"quantized {scales} {name}"] = partial(norm.quantize_norm, *given, scales, columns=False)
+            launches[f"engine {scales} {name}"] = partial(norm.quantize_norm, *given, scales, columns=False, result=x)
     return launches
 
 
@@ -109,6 +110,7 @@ def _launch_heads(rows: int, alignment: int, dim: int) -> dict[str, Callable[[],
     return {
         "trainer": lambda: heads.rotate_heads(mixed, Heads(2, 4, Rotation(*tables, False), 1e-6), norms),
         "engine": lambda: heads.normalize_heads(query, key, norms, 1e-6),
+        "engine, rotated": lambda: heads.normalize_and_turn_heads(query, key, norms, 1e-6, Rotation(*tables, False)),
     }
 
 

@@ -57,7 +57,7 @@ class StepProfiler:
                 parts.callback(torch.cuda.profiler.stop)
             if not runs_under_nsys():
                 # acc_events keeps the operators of all phases until the end of the step
-                self._profile = parts.enter_context(profile(activities=self._activities(), acc_events=True))
+                self._profile = parts.enter_context(profile(activities=self._activities(), record_shapes=True, acc_events=True))
                 self._recording, _active = True, self
             try:
                 yield
@@ -110,8 +110,9 @@ def begin_micro_batch() -> None:
 
 
 def _list_operators(recorded: profile) -> list[dict[str, Any]]:
-    """Return the operators with the most self time: name, calls, and self milliseconds on device and host."""
-    events = [event for event in recorded.key_averages() if not event.key.startswith(_PHASE)]
+    """Return the operators with the most self time: name, calls, and self milliseconds on device and host. Annotations, such as phases and
+    `Optimizer.step`, are left out: their time is that of the kernels within."""
+    events = [event for event in recorded.key_averages() if not event.is_user_annotation]
     events.sort(key=lambda event: (-event.self_device_time_total, -event.self_cpu_time_total))
     return [
         {

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.cache_units.reference import enter_units
 from megatron_rl.precision import kv_cache
-from megatron_rl.precision.kv_cache import to_units
 
 KV_VARIABLE = "MEGATRON_RL_KV"  # environment variable of the engine's processes with `precision.kv`
 BACKEND = "flashinfer"  # SGLang's attention backend on a GPU. FA3 and Triton also round queries or probabilities.
@@ -46,8 +46,7 @@ def attend_in_units(
         return original(self, q, k, v, batch, save_kv_cache, **named)
     if k is None or v is None or not save_kv_cache or named.keys() - {"sinks"}:
         raise NotImplementedError(f"an E4M3 KV cache that is written elsewhere, or with {list(named)}, is not supported")
-    key_scale, value_scale = self.kv_scales.unbind()
-    return original(self, q * key_scale, to_units(k, key_scale), to_units(v, value_scale), batch, **named) * value_scale
+    return original(self, *enter_units(q, k, v, self.kv_scales), batch, **named) * self.kv_scales[1]
 
 
 def check_copies(model: torch.nn.Module) -> None:

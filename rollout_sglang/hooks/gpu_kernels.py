@@ -12,6 +12,7 @@ from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.rope.reference import Rotation
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.kernels.vocabulary import reference as vocabulary
+from rollout_sglang.hooks import quantized_rows
 
 
 def is_trainers_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, post_residual_addition: torch.Tensor | None) -> bool:
@@ -31,7 +32,11 @@ def apply_rms_norm(
     """Wrap `RMSNorm.forward_cuda`: return the norm `[..., h]` of x, or (norm of the rounded sum, sum)."""
     if not is_trainers_norm(self, x, residual, post_residual_addition):
         return original(self, x, residual, post_residual_addition, quant_linear)
-    total, _, normed = norm.normalize(x, residual, self.weight, self.variance_epsilon)
+    given = x, residual, self.weight, self.variance_epsilon
+    if quantized_rows.quantizes(self, x):
+        total, normed = quantized_rows.normalize(*given)
+    else:
+        total, _, normed = norm.normalize(*given)
     return normed if residual is None else (normed, total)
 
 
@@ -76,6 +81,38 @@ def rotate(
     return q.flatten(1), k.flatten(1)
 
 
+def prepare_heads(original: Callable[..., Any], self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> Any:
+    """Wrap `Qwen3Attention.forward_prepare_native`: return q, k, v, of which one kernel normalizes and rotates q and k."""
+    if not _is_plain(self, positions):
+        return original(self, positions, hidden_states)
+    return _prepare(self, self.qkv_proj(hidden_states)[0], positions)
+
+
+def prepare_expert_heads(self: Any, qkv: torch.Tensor, positions: torch.Tensor, forward_batch: Any) -> Any:
+    """Replace `Qwen3MoeAttention.apply_qk_norm_rope`, see `prepare_heads`. SGLang would rotate by a kernel of its own that also writes the
+    cache, which the attention does now."""
+    self._used_fused_qk_norm_rope_last_call = True
+    if not _is_plain(self, positions):
+        raise NotImplementedError(f"{type(self).__name__} with {type(self.rotary_emb).__name__} has no kernel in common with the trainer")
+    return _prepare(self, qkv, positions)
+
+
+def _is_plain(attention: Any, positions: torch.Tensor) -> bool:
+    """Return whether one kernel normalizes and rotates the heads of an attention of SGLang."""
+    embedding, dim = attention.rotary_emb, attention.head_dim
+    whole = embedding.rotary_dim == dim and dim & (dim - 1) == 0 and embedding.cos_sin_cache.dtype == torch.float32
+    return whole and positions.dim() == 1 and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
+
+
+def _prepare(attention: Any, qkv: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+    rotation = Rotation(*_read_tables(attention.rotary_emb), positions, not attention.rotary_emb.is_neox_style)
+    query, key = (x.unflatten(1, (-1, attention.head_dim)) for x in (q, k))
+    norms = attention.q_norm.weight, attention.k_norm.weight
+    query, key = heads.normalize_and_turn_heads(query, key, norms, attention.q_norm.variance_epsilon, rotation)
+    return query.flatten(1), key.flatten(1), v
+
+
 def _read_tables(embedding: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return contiguous cosines and sines `[positions, pairs]`. SGLang, which has them side by side, may put longer ones in their place."""
     table, made = embedding.cos_sin_cache, getattr(embedding, "megatron_rl_tables", None)
@@ -87,7 +124,7 @@ def _read_tables(embedding: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def multiply_by_gate(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Replace `SiluAndMul.forward_cuda`: return silu(gate) up `[..., F]` of x `[..., 2 F]`."""
-    return swiglu.multiply(x)
+    return quantized_rows.multiply_by_gate(x) if quantized_rows.quantizes(self, x) else swiglu.multiply(x)
 
 
 def sample(

@@ -81,7 +81,7 @@ def _list_hooks() -> list[Hook]:
 
 def list_gpu_hooks() -> list[Hook]:
     """Return the hooks on GPU code of SGLang that does not follow the precision contract, or adds in another order than the trainer."""
-    from rollout_sglang.hooks import blackwell, gated_delta, gpu_kernels, tree_reduction
+    from rollout_sglang.hooks import blackwell, gated_delta, gpu_kernels, quantized_rows, tree_reduction
     from rollout_sglang.hooks import gpu_activation_quant as quant
 
     shared = list_delta_hooks() if gated_delta.SHARED_VARIABLE in os.environ else []
@@ -93,9 +93,13 @@ def list_gpu_hooks() -> list[Hook]:
         ("sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel", quant.run_group_quantizer, "REPLACE"),
         ("sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8", quant.quantize_tokens, "REPLACE"),
         ("sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant", quant.quantize_groups, "REPLACE"),
+        ("sglang.srt.layers.quantization.fp8.Fp8LinearMethod.apply", quantized_rows.apply_linear, "AROUND"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", quantized_rows.load_model, "AROUND"),
         ("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", gpu_kernels.apply_rms_norm, "AROUND"),
         ("sglang.srt.models.utils.apply_qk_norm", gpu_kernels.apply_head_norms, "AROUND"),
         ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", gpu_kernels.rotate, "AROUND"),
+        ("sglang.srt.models.qwen3.Qwen3Attention.forward_prepare_native", gpu_kernels.prepare_heads, "AROUND"),
+        ("sglang.srt.models.qwen3_moe.Qwen3MoeAttention.apply_qk_norm_rope", gpu_kernels.prepare_expert_heads, "REPLACE"),
         ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", gpu_kernels.multiply_by_gate, "REPLACE"),
         ("sglang.srt.layers.sampler.Sampler.forward", gpu_kernels.sample, "AROUND"),
         *shared,

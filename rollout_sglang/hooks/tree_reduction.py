@@ -15,7 +15,7 @@ import torch
 from megatron_rl.kernels.linear.deep_gemm import multiply_slices
 from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
-from rollout_sglang.hooks import adapters, gpu_activation_quant
+from rollout_sglang.hooks import adapters, gpu_activation_quant, quantized_rows
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"  # environment variable of the engine's processes with `precision.reduction`
 _LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
@@ -131,7 +131,8 @@ def multiply_on_gpu(layer: Any, x: torch.Tensor, slices: int = 0) -> torch.Tenso
         raise NotImplementedError("a row-parallel layer whose input SGLang has already quantized is outside the precision contract")
     if type(layer.quant_method).__name__ == "UnquantizedLinearMethod":
         return ranks.multiply_slices(x, layer.weight, slices) if slices else tree.multiply(x, layer.weight)
-    rows = gpu_activation_quant.quantize_groups(x.contiguous(), column_major_scales=True)
+    rows = quantized_rows.take_rows(x)
+    rows = gpu_activation_quant.quantize_groups(x.contiguous(), column_major_scales=True) if rows is x else rows
     blocks = layer.weight, layer.weight_scale_inv
     return multiply_slices(rows, blocks, slices) if slices else tree.multiply_blocks(rows, blocks)
 

@@ -26,14 +26,16 @@ class Graph:
     def capture_begin(self, *_: Any, **__: Any) -> None:
         if _capturing:
             raise RuntimeError("a CUDA graph is captured within the capture of another one")
-        self._before = _count()
+        self._before, self._operators = _count(), -recorder().phase.operators
         _capturing.append(self)
 
     def capture_end(self) -> None:
         _capturing.remove(self)
         self._work = {name: after - self._before[name] for name, after in _count().items()}
+        self._operators += recorder().phase.operators
 
     def replay(self) -> None:
+        recorder().phase.operators += self._operators
         recorder().phase.moved.update(self._work["moved"])
         recorder().phase.flops.update(self._work["flops"])
         for key, nbytes in self._work["sent"].items():

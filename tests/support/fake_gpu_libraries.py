@@ -30,7 +30,7 @@ def install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, fake)
 
     module("megatron_rl.kernels.quantize.triton", quantize_activation=quantize_activation, quantize_into=quantize_into)
-    module("megatron_rl.kernels.swiglu.triton", quantize_swiglu=quantize_swiglu)
+    module("megatron_rl.kernels.swiglu.triton", quantize_swiglu=quantize_swiglu, multiply_and_quantize=multiply_and_quantize)
     module("megatron_rl.kernels.experts.triton", pack=pack, quantize_weighed=quantize_weighed, spread_packed=spread_packed)
     module("megatron_rl.kernels.norm.triton", quantize_norm=quantize_norm)
     module("megatron_rl.kernels.sums.triton", multiply_nodes=multiply_nodes)
@@ -135,10 +135,16 @@ def quantize_swiglu(gate_up, gradient, scale_format, *, rows, columns, groups=No
     return _quantize_padded(result, scale_format, rows, columns, groups, row_multiple, column_multiple, by_token)
 
 
-def quantize_norm(x, residual, weight, eps, scale_format, *, columns, row_multiple=1, column_multiple=128):
+def multiply_and_quantize(x, scale_format):
+    return swiglu.multiply(x), quantize_activation(swiglu.multiply(x), scale_format, rows=True, columns=False)[0]
+
+
+def quantize_norm(x, residual, weight, eps, scale_format, *, columns, result=None, row_multiple=1, column_multiple=128):
     """Return the kernel's results and layouts, from the CPU operators."""
     total = x if residual is None else x + residual
     normed, statistic = batch_invariant.rms_norm(total, weight, eps), torch.rsqrt(total.float().square().mean(-1) + eps)
+    if result is not None:
+        result.copy_(normed)
     return total, statistic, *_quantize_padded(normed.flatten(0, -2), scale_format, True, columns, None, row_multiple, column_multiple)
 
 

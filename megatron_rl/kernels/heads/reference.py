@@ -75,6 +75,14 @@ def normalize_heads(query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: f
 
 
 @with_kernel
+def normalize_and_turn_heads(
+    query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: float, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `turn_heads` of `normalize_heads`."""
+    return turn_heads(*normalize_heads(query, key, norms, eps), rotation)
+
+
+@with_kernel
 def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, heads: Heads, norms: Norms) -> tuple[torch.Tensor, Norms]:
     """Return (gradient of `mixed`, gradients of the norm weights) for the gradients of query, key and value."""
     parts, of_norms = [], []

@@ -115,6 +115,13 @@ def normalize_heads(query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: f
     return _launch(*_group(query, key), norms, None, eps)
 
 
+def normalize_and_turn_heads(
+    query: torch.Tensor, key: torch.Tensor, norms: Norms, eps: float, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `kernels.heads.reference.normalize_and_turn_heads`. Raise ValueError as `normalize_heads`."""
+    return _launch(*_group(query, key), norms, rotation, eps)
+
+
 def _group(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views `[t, groups, queries, d]` and `[t, groups, 1, d]`. Raise ValueError if shapes do not match."""
     fits = query.dim() == key.dim() == 3 and query.shape[::2] == key.shape[::2] and query.shape[1] % key.shape[1] == 0

@@ -134,10 +134,11 @@ def _normalize(values, scale, weight, inside, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "padded_tokens", "row_scale_stride"])
 def normalize_row(
-    x, residual, weight, total, statistic, row_data, row_scale, tokens, padded_tokens, width, row_scale_stride, eps, ADDS: tl.constexpr,
-    POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH_TILE: tl.constexpr,
+    x, residual, weight, total, statistic, result, row_data, row_scale, tokens, padded_tokens, width, row_scale_stride, eps,
+    ADDS: tl.constexpr, STORES: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program for ROWS tokens of x [tokens, width], padding rows included."""
+    """One program for ROWS tokens of x [tokens, width], padding rows included. With STORES, it also writes the norm itself."""
     token, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_TILE)
     at, is_there = token[:, None] * width + column[None, :], token < tokens
     inside = is_there[:, None] & (column < width)[None, :]
@@ -150,6 +151,8 @@ def normalize_row(
     tl.store(statistic + token, scale, mask=is_there)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     normed = _normalize(values, scale[:, None], w[None, :], inside, x.dtype.element_ty)
+    if STORES:
+        tl.store(result + at, normed.to(x.dtype.element_ty), mask=inside)
     normed = tl.reshape(normed, (ROWS, WIDTH_TILE // TILE, TILE))
     scales, inverse = _scale_and_inverse(tl.max(tl.abs(normed), axis=2), POW2, EPSILON, LARGEST)
     block, of_block = tl.arange(0, WIDTH_TILE // TILE), tl.arange(0, TILE)
@@ -178,10 +181,19 @@ def quantize_normed_tile(
 
 
 def quantize_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, scale_format: str, *, columns: bool, **multiples: int
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale_format: str,
+    *,
+    columns: bool,
+    result: torch.Tensor | None = None,
+    **multiples: int,
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedPair, QuantizedPair | None]:
     """Return (total `[..., h]`, statistic float32 `[...]`, rows, columns or None) for x `[..., h]`; names as in `kernels.norm.reference`.
-    `multiples` are arguments of `allocate`. Raise ValueError if h is not a multiple of 128 or the shapes do not match."""
+    The norm is also written to a contiguous `result` `[..., h]`. `multiples` are arguments of `allocate`. Raise ValueError if h is not a
+    multiple of 128 or the shapes do not match."""
     tokens, width = x.shape[:-1].numel(), x.shape[-1]
     if width % BLOCK or weight.shape != (width,) or (residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype)):
         raise ValueError(f"x {list(x.shape)}: the width must be a multiple of {BLOCK}, and residual and weight must match x")
@@ -195,8 +207,8 @@ def quantize_norm(
     if tokens:
         normalize_row[(triton.cdiv(len(rows[0]), options["ROWS"]),)](
             x, unused if residual is None else align(residual.contiguous()), align(weight), unused if residual is None else total,
-            statistic, rows[0].view(torch.uint8), rows[1], tokens, len(rows[0]), width, rows[1].stride(1), eps, ADDS=residual is not None,
-            **formula, **options,
+            statistic, unused if result is None else result, rows[0].view(torch.uint8), rows[1], tokens, len(rows[0]), width,
+            rows[1].stride(1), eps, ADDS=residual is not None, STORES=result is not None, **formula, **options,
         )  # fmt: skip
     if tokens and column_pair is not None:
         data, scale = column_pair

@@ -23,6 +23,9 @@ QuantizedPair = tuple[torch.Tensor, torch.Tensor]
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 """No fused multiply-add: the reference rounds x * inverse before it adds the magic number."""
+ROW_LAUNCH = LAUNCH | {"num_warps": 4}
+ROW_COLUMNS = 1024  # columns of a program that quantizes part of a token
+FEW_TOKENS = 256  # up to which tiles of 128 tokens would leave most processors idle
 
 
 def align(x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +127,33 @@ def quantize_tile(
         )  # fmt: skip
 
 
+@triton.jit
+def _store_groups(
+    values, data, scales, token, first, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write Q_1x128 of COLUMNS float32 values of a token, from column `first` on."""
+    groups = tl.reshape(values, (COLUMNS // TILE, TILE))
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(groups), axis=1), POW2, EPSILON, LARGEST)
+    group = first // TILE + tl.arange(0, COLUMNS // TILE)
+    inside = group * TILE < width
+    target = data + token * width + (group * TILE)[:, None] + tl.arange(0, TILE)[None, :]
+    tl.store(target, _e4m3_bytes(groups * inverse[:, None]), mask=inside[:, None])
+    tl.store(scales + group * stride + token * step, scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_scale_stride", "row_scale_step"])
+def quantize_row(
+    x, row_data, row_scale, width, row_scale_stride, row_scale_step, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for COLUMNS columns of a token of x [T, width]."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    values = tl.load(x + token * width + column, mask=column < width, other=0.0).to(tl.float32)
+    _store_groups(values, row_data, row_scale, token, first, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE, COLUMNS)
+
+
 def quantize_activation(
     x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: TokenGroups | None = None, by_token: bool = False
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
@@ -178,6 +208,12 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
         )
     if packed and width % (GROUPS_PER_WORD * BLOCK):
         scale.zero_()
+    if 0 < tokens <= FEW_TOKENS and not packed:
+        formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
+        quantize_row[(tokens, triton.cdiv(width, ROW_COLUMNS))](
+            x, data.view(torch.uint8), scale, width, scale.stride(1), scale.stride(0), COLUMNS=ROW_COLUMNS, **formula, **ROW_LAUNCH
+        )
+        return
     _launch(x, scale_format, (data, scale), None, None)
 
 

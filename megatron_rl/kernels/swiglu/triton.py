@@ -12,12 +12,18 @@ import triton.language as tl
 
 from megatron_rl.kernels import blackwell
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.kernels.quantize.triton import QuantizedPair, _store_columns, _store_rows, allocate, shape_groups
+from megatron_rl.kernels.quantize.triton import (
+    ROW_COLUMNS,
+    ROW_LAUNCH,
+    QuantizedPair,
+    _store_columns,
+    _store_groups,
+    _store_rows,
+    allocate,
+    shape_groups,
+)
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
-
-ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-_COLUMNS = 1024  # results per program
 
 
 @triton.jit
@@ -32,14 +38,22 @@ def _differentiate(gate, up, dy):
     return dy * up * (share * (1.0 + gate * (1.0 - share))), dy * (gate * share)
 
 
-@triton.jit
-def multiply_row(x, result, width, COLUMNS: tl.constexpr):
-    """One program for COLUMNS results of a token: x [T, 2 width], result [T, width]."""
-    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+@triton.jit(do_not_specialize=["row_scale_stride"])
+def multiply_row(
+    x, result, row_data, row_scale, width, row_scale_stride, QUANTIZES: tl.constexpr, POW2: tl.constexpr, EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for COLUMNS results of a token: x [T, 2 width], result [T, width]. With QUANTIZES, it also writes their Q_1x128."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
     inside = column < width
     gate = tl.load(x + token * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + (token * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + token * width + column, _multiply(gate, up).to(result.dtype.element_ty), mask=inside)
+    product = _multiply(gate, up).to(result.dtype.element_ty)
+    tl.store(result + token * width + column, product, mask=inside)
+    if QUANTIZES:
+        values = product.to(tl.float32)
+        _store_groups(values, row_data, row_scale, token, first, width, row_scale_stride, 1, POW2, EPSILON, LARGEST, TILE, COLUMNS)
 
 
 @triton.jit
@@ -57,10 +71,25 @@ def differentiate_row(x, gradient, result, width, COLUMNS: tl.constexpr):
 
 def multiply(x: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) up `[..., F]` of x `[..., 2 F]`."""
+    return _multiply_rows(x, None, "")
+
+
+def multiply_and_quantize(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, QuantizedPair]:
+    """Return (`multiply` `[T, F]`, its rows in the layout of `kernels.quantize.triton`) of x `[T, 2 F]`, F a multiple of 128."""
+    rows, _ = allocate(len(x), x.shape[1] // 2, x.device, rows=True, columns=False)
+    assert rows is not None
+    return _multiply_rows(x, rows, scale_format), rows
+
+
+def _multiply_rows(x: torch.Tensor, rows: QuantizedPair | None, scale_format: str) -> torch.Tensor:
     x, width = x.contiguous(), x.shape[-1] // 2
     result = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    data, scale = (rows[0].view(torch.uint8), rows[1]) if rows else (x, x)
     if result.numel():
-        multiply_row[(result.numel() // width, triton.cdiv(width, _COLUMNS))](x, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
+        multiply_row[(result.numel() // width, triton.cdiv(width, ROW_COLUMNS))](
+            x, result, data, scale, width, scale.stride(-1), QUANTIZES=rows is not None, POW2=scale_format == "pow2", EPSILON=AMAX_EPSILON,
+            LARGEST=E4M3_MAX, TILE=BLOCK, COLUMNS=ROW_COLUMNS, **ROW_LAUNCH,
+        )  # fmt: skip
     return result
 
 
@@ -69,8 +98,8 @@ def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     x, gradient, width = x.contiguous(), gradient.contiguous(), gradient.shape[-1]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if result.numel():
-        grid = gradient.numel() // width, triton.cdiv(width, _COLUMNS)
-        differentiate_row[grid](x, gradient, result, width, COLUMNS=_COLUMNS, **ROW_LAUNCH)
+        grid = gradient.numel() // width, triton.cdiv(width, ROW_COLUMNS)
+        differentiate_row[grid](x, gradient, result, width, COLUMNS=ROW_COLUMNS, **ROW_LAUNCH)
     return result
 
 

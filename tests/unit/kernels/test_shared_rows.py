@@ -31,9 +31,9 @@ def test_norms_of_rows_do_not_depend_on_other_rows_nor_on_quantization():
 
 @in_interpreter
 def test_heads_of_separate_rows_are_those_of_the_trainers_groups():
-    """The engine normalizes and rotates queries and keys in two steps, from rows [q | k | v]; the trainer in one, from groups."""
+    """The engine normalizes and rotates queries and keys in one step or two, from rows [q | k | v]; the trainer in one, from groups."""
     from megatron_rl.kernels.heads import Heads
-    from megatron_rl.kernels.heads.triton import normalize_heads, rotate_heads, turn_heads
+    from megatron_rl.kernels.heads.triton import normalize_and_turn_heads, normalize_heads, rotate_heads, turn_heads
     from megatron_rl.kernels.rope.reference import Rotation
 
     groups, queries, dim = 2, 3, 16
@@ -51,6 +51,7 @@ def test_heads_of_separate_rows_are_those_of_the_trainers_groups():
                 wanted = rotate_heads(mixed, Heads(groups, queries, rotation, EPS), norms)
                 found = turn_heads(*(normalize_heads(q, k, norms, EPS) if norms else (q, k)), rotation)
                 assert all(map(torch.equal, found, wanted))
+                assert norms is None or all(map(torch.equal, normalize_and_turn_heads(q, k, norms, EPS, rotation), wanted))
                 last = rotation._replace(positions=rotation.positions[-1:])
                 alone = rotate_heads(mixed[-1:], Heads(groups, queries, last, EPS), norms)
                 assert all(torch.equal(a, b[-1:]) for a, b in zip(alone, wanted, strict=True))

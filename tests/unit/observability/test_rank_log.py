@@ -55,7 +55,8 @@ def run_steps(profiler: StepProfiler) -> None:
                 with profiler.phase(phase):
                     for _ in range(10):
                         begin_micro_batch()
-                        x @ x if phase == "train" else x.exp()
+                        with torch.profiler.record_function("Optimizer.step#Adam.step"):
+                            x @ x if phase == "train" else x.exp()
 
 
 def test_the_first_micro_batches_of_each_phase_are_recorded(tmp_path: Path):
@@ -65,10 +66,12 @@ def test_the_first_micro_batches_of_each_phase_are_recorded(tmp_path: Path):
     found = json.loads((tmp_path / "profile" / names[0]).read_text())
     calls = {operator["name"]: operator["calls"] for operator in found["operators"]}
     assert (found["step"], found["rank"]) == (2, 1) and calls["aten::mm"] == calls["aten::exp"] == found["micro_batches"] == 4
+    assert not [name for name in calls if not name.startswith("aten::") and "#" in name or "phase" in name], "no annotation"
     assert all(operator["host_ms"] >= 0 == operator["device_ms"] for operator in found["operators"])
     with gzip.open(tmp_path / "profile" / names[1]) as file:
         events = json.load(file)["traceEvents"]
     assert {"phase: logprobs", "phase: train", "aten::mm"} <= {event.get("name") for event in events}
+    assert [[8, 8], [8, 8]] in [event.get("args", {}).get("Input Dims") for event in events], "operators have shapes"
 
 
 def test_other_ranks_and_steps_write_nothing_and_nsys_records_its_own_steps(tmp_path: Path, monkeypatch):

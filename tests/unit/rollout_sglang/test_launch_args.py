@@ -126,7 +126,11 @@ def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments
     assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
     arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
-    assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
+    graphs = [argument for argument in arguments if "cuda-graph" in argument]
+    assert graphs == ["--cuda-graph-max-bs-decode"] and ("--cuda-graph-max-bs-decode", "256") in pairwise(arguments)
+    assert "--disable-overlap-schedule" not in arguments
+    arguments = start(kind="disaggregated", rollout={"sglang": {"cuda_graph_bs_decode": [1, 300]}})[0]
+    assert "--cuda-graph-max-bs-decode" not in arguments
     option, value = "--cuda-graph-backend-prefill", "disabled"  # such graphs cannot be released
     assert (option, value) in pairwise(start()[0])
     arguments = start(rollout={"sglang": {"cuda_graph_backend_prefill": "full"}})[0]
@@ -229,6 +233,17 @@ def test_options_that_would_break_a_promise_are_refused_by_name(options, line):
     with pytest.raises(UserError) as refused:
         check(options)
     assert line in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"cuda_graph_bs_decode": [1, 64]}, {"cuda_graph_max_bs_decode": 64}])
+def test_the_largest_batch_has_a_graph(options):
+    def make(requests, **more):
+        return Config.model_validate({"model": {"path": Path("m")}, "rollout": {"max_running_requests": requests, "sglang": options | more}})
+
+    for config in (make(64), make(65, disable_cuda_graph=True)):
+        SGLangLauncher().check(config)
+    with pytest.raises(UserError, match=r"leaves batches of up to 65 requests .* set rollout.max_running_requests = 64"):
+        SGLangLauncher().check(make(65))
 
 
 def test_the_table_is_of_this_sglang():

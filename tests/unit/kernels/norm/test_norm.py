@@ -38,8 +38,9 @@ def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
         for pair, other in zip((rows, columns), expected, strict=True):
             assert same_bits(pair, other) and [each.stride() for each in pair] == [each.stride() for each in other]
         if tokens < BLOCK:
-            alone = quantize_norm(x, residual, weight, EPS, scale_format, columns=False)
-            assert alone[3] is None and same_bits(alone[2], rows)
+            result = torch.empty_like(x)  # as in an engine
+            alone = quantize_norm(x, residual, weight, EPS, scale_format, columns=False, result=result)
+            assert alone[3] is None and same_bits(alone[2], rows) and torch.equal(result, normed)
     # for Transformer Engine, rows and columns are padded with zeros to multiples of 16
     x, weight = uneven(131, 128, torch.bfloat16), torch.ones(128, dtype=torch.bfloat16)
     *_, plain_rows, plain_columns = quantize_norm(x, x, weight, EPS, "pow2", columns=True)

@@ -54,6 +54,18 @@ def test_the_kernels_results_are_the_references():
 
 
 @in_interpreter
+def test_an_engines_kernel_writes_the_result_and_its_quantized_rows():
+    from megatron_rl.kernels.quantize.triton import quantize_activation
+    from megatron_rl.kernels.swiglu.triton import multiply, multiply_and_quantize
+
+    for scale_format, tokens, width in (("pow2", 3, 1152), ("fp32", 5, 128), ("pow2", 0, 256)):
+        x = uneven(tokens, 2 * width, torch.bfloat16).clamp(-80, 80)
+        result, rows = multiply_and_quantize(x, scale_format)
+        wanted, _ = quantize_activation(multiply(x), scale_format, rows=True, columns=False)
+        assert torch.equal(result, multiply(x)) and same_bits(rows, wanted) and rows[1].stride() == wanted[1].stride()
+
+
+@in_interpreter
 def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
     from megatron_rl.kernels.quantize.triton import quantize_activation
     from megatron_rl.kernels.swiglu.triton import differentiate, multiply, quantize_swiglu

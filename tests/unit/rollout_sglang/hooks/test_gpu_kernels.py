@@ -52,6 +52,13 @@ def queries_and_keys_are_the_trainers(interleaved):
     row = torch.cat([part.reshape(4, -1) for part in by_group.split([queries, 1, 1], 2)], 1)
     q, k, _ = row.split([groups * queries * 32, groups * 32, groups * 32], 1)
     found = gpu_kernels.rotate(refuse, embedding, positions, *gpu_kernels.apply_head_norms(refuse, q, k, *norms, 32))
+    attention = SimpleNamespace(rotary_emb=embedding, head_dim=32, q_norm=norms[0], k_norm=norms[1])
+    vars(attention).update(q_size=q.shape[1], kv_size=k.shape[1], qkv_proj=lambda hidden: (hidden, None))
+    for at_once in (gpu_kernels.prepare_heads(refuse, attention, positions, row), gpu_kernels.prepare_expert_heads(attention, row, positions, 0)):
+        assert all(torch.equal(a, b) for a, b in zip(at_once, (*found, row[:, -k.shape[1] :]), strict=True))
+    attention.head_dim = 64
+    assert gpu_kernels.prepare_heads(lambda *_: "SGLang's", attention, positions, row) == "SGLang's"
+    assert attention._used_fused_qk_norm_rope_last_call, "the attention writes the cache"
     angles = torch.outer(torch.arange(64.0), embedding._compute_inv_freq(10000))
     weights = norms[0].weight.data, norms[1].weight.data
     wanted = rotate_heads(mixed, Heads(groups, queries, Rotation.from_angles(angles, positions, interleaved), 1e-6), weights)

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.mcore.layers.linear import weight_gradient

@@ -1,0 +1,1 @@
+"""Queries, keys and values in units of an E4M3 cache's scales."""
