@@ -238,7 +238,9 @@ def test_options_that_would_break_a_promise_are_refused_by_name(options, line):
 @pytest.mark.parametrize("options", [{"cuda_graph_bs_decode": [1, 64]}, {"cuda_graph_max_bs_decode": 64}])
 def test_the_largest_batch_has_a_graph(options):
     def make(requests, **more):
-        return Config.model_validate({"model": {"path": Path("m")}, "rollout": {"max_running_requests": requests, "sglang": options | more}})
+        return Config.model_validate(
+            {"model": {"path": Path("m")}, "rollout": {"max_running_requests": requests, "sglang": options | more}}
+        )
 
     for config in (make(64), make(65, disable_cuda_graph=True)):
         SGLangLauncher().check(config)

@@ -54,7 +54,10 @@ def queries_and_keys_are_the_trainers(interleaved):
     found = gpu_kernels.rotate(refuse, embedding, positions, *gpu_kernels.apply_head_norms(refuse, q, k, *norms, 32))
     attention = SimpleNamespace(rotary_emb=embedding, head_dim=32, q_norm=norms[0], k_norm=norms[1])
     vars(attention).update(q_size=q.shape[1], kv_size=k.shape[1], qkv_proj=lambda hidden: (hidden, None))
-    for at_once in (gpu_kernels.prepare_heads(refuse, attention, positions, row), gpu_kernels.prepare_expert_heads(attention, row, positions, 0)):
+    for at_once in (
+        gpu_kernels.prepare_heads(refuse, attention, positions, row),
+        gpu_kernels.prepare_expert_heads(attention, row, positions, 0),
+    ):
         assert all(torch.equal(a, b) for a, b in zip(at_once, (*found, row[:, -k.shape[1] :]), strict=True))
     attention.head_dim = 64
     assert gpu_kernels.prepare_heads(lambda *_: "SGLang's", attention, positions, row) == "SGLang's"
