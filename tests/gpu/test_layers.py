@@ -24,6 +24,7 @@ from policies import (
     to_actor,
 )
 from timing import run_in_child, time_in_turns
+from torch.profiler import ProfilerActivity
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.kernels.linear import requirements
@@ -143,11 +144,12 @@ class PolicyTiming:
 def time_policies(timing, backends, baseline):
     """Return the median seconds of ("forward" or "step", length, "bf16" or back end) for the model with all its layers: the log-probs'
     forward pass; forward, backward, optimizer step and quantizing the weights, of one micro-batch. `baseline` adds Megatron's own BF16.
+    Return also, by case, the operators and kernels of one update with the fewest layers (`profile_update`).
 
     All layers cost the same: two depths give the cost of a layer, and of what is there once. The models take turns, one at a time on the
     device, which has no room for all.
     """
-    seconds = defaultdict(list)
+    seconds, profiles = defaultdict(list), {}
     cases = {"bf16": PrecisionConfig(mode="bf16", reduction="fast")}
     cases |= {backend: PrecisionConfig.model_validate({"backend": backend, "reduction": "fast"}) for backend in backends}
     start_megatron(Layout(), seed=0)
@@ -156,9 +158,12 @@ def time_policies(timing, backends, baseline):
             architecture = stack_layers(timing.size, depth)
             for case in (*cases, *([CASE] if baseline else [])):
                 model = make_model(architecture, cases[case]) if case in cases else fill_randomly(build_baseline(architecture))
-                for (phase, length), value in _time_policy(to_actor(model, timing.tokens), timing).items():
+                actor = to_actor(model, timing.tokens)
+                for (phase, length), value in _time_policy(actor, timing).items():
                     seconds[phase, length, case, depth].append(value)
-                del model
+                if case not in profiles:
+                    profiles[case] = profile_update(actor, make_samples(timing.tokens, timing.lengths[0]))
+                del model, actor
                 _free()
     finally:
         stop_megatron()
@@ -168,7 +173,22 @@ def time_policies(timing, backends, baseline):
     for phase, length, case in {key[:3]: None for key in seconds}:
         least, most = (statistics.median(seconds[phase, length, case, depth]) for depth in timing.depths)
         whole[phase, length, case] = most + (layers - many) * (most - least) / (many - few)
-    return whole
+    return whole, profiles
+
+
+def profile_update(actor, samples):
+    """Return [name, shapes, calls, milliseconds] of what took longest in an update: by "CPU" the operators, which are given the time of
+    their kernels, and by "CUDA" the kernels. Annotations, such as the optimizer's step, would count kernels a second time."""
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as recorded:
+        actor.update(samples, sum_negative_logprobs)
+    rows = defaultdict(list)
+    for event in recorded.key_averages(group_by_input_shape=True):
+        if not event.is_user_annotation:
+            time = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            rows[event.device_type.name].append([event.key[:100], str(event.input_shapes)[:100], event.count, time / 1e3])
+    return {place: sorted(found, key=lambda row: -row[3])[:40] for place, found in rows.items()}
 
 
 def _time_policy(actor, timing):
@@ -225,7 +245,7 @@ def test_megatrons_own_bf16_computes_the_same(device, record_property):
 
 
 TIMINGS = {
-    "8B": PolicyTiming("8B", depths=(2, 6), lengths=(4096, 16384), tokens=16384, turns=2),
+    "8B": PolicyTiming("8B", depths=(2, 6), lengths=(4096, 1024), tokens=8192, turns=1),
     "32B": PolicyTiming("32B", depths=(1, 3), lengths=(8192,), tokens=8192, turns=1),
     "tiny": PolicyTiming("tiny", depths=(1, 2), lengths=(16, 32), tokens=64, turns=1),
 }
@@ -237,7 +257,10 @@ def test_speed_of_a_model(device, child_backends, figures, size):
     held against no published speed: this project's alone would flatter it."""
     baseline = device == "cuda" and not requirements.find_missing("transformer_engine")
     timing = TIMINGS[size if device == "cuda" else "tiny"]
-    seconds = figures.measure(run_in_child, (time_policies, timing, child_backends[:1], baseline))
+    seconds, profiles = figures.measure(run_in_child, (time_policies, timing, child_backends[:1], baseline))
+    for case, rows in profiles.items():
+        assert rows["CPU"][0][3] > 0 and not [row for found in rows.values() for row in found if "Optimizer.step" in row[0]]
+        figures.add(f"{size}: an update of {timing.depths[0]} layers, {case}", rows=rows)
     assert len(seconds) == 2 * len(timing.lengths) * (1 + len(child_backends[:1]) + baseline)
     for phase, target in {"forward": f"reference forward of {size}", "step": f"actor update of {size}"}.items():
         for length in timing.lengths:
