@@ -17,7 +17,7 @@ TO_BEAT = {
     **{"actor update of 8B": 1.35, "reference forward of 8B": 1.50, "actor update of 32B": 1.54, "reference forward of 32B": 1.80},
     **{"rollout of 32B": 1.33, "sync": 0.80},
 }
-"""Speed over BF16: what the products of an 8B at the rates of benchmarks/h200 allow, and what Jet-RL reports (arXiv 2601.14243, for a model
+"""Speed over BF16: for 8B goals (the rates of benchmarks/h200 allow 1.28 and 1.50), and what Jet-RL reports (arXiv 2601.14243, for a model
 of 8B, here asked of 32B). Of the sync, the share of a device copy's speed."""
 GPU_SECONDS = 135
 """Time limit of a test on a GPU that has none of its own; tools/gpu_check.sh limits its parts."""

@@ -16,7 +16,7 @@ def add_gradients_in_place() -> None:
     import megatron.core.tensor_parallel.layers as layers
 
     if not layers._grad_accum_fusion_available:
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)  # type: ignore[attr-defined]
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
 
 
 def patch_linear_products() -> None:
