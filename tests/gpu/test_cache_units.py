@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels.cache_units.reference import enter_units
 from megatron_rl.precision import kv_cache
 
 SCALES = torch.tensor([2.0**-3, 2.0**4])
@@ -18,6 +19,9 @@ def test_units_are_the_references(device, dtype):
     for scale in SCALES:
         units = kv_cache.to_units(x.to(device, dtype), scale.to(device))
         assert units.dtype == dtype and torch.equal(units.cpu(), kv_cache.to_units(x.to(dtype), scale))
+        found = enter_units(*(x.to(device, dtype),) * 3, SCALES.to(device))
+        assert torch.equal(found[1], kv_cache.to_units(x.to(device, dtype), SCALES[0].to(device)))
+        assert torch.equal(found[0], x.to(device, dtype) * SCALES[0].to(device))
         assert units.isfinite().all() and torch.equal(units.to(torch.float8_e4m3fn).to(dtype), units)
 
 

@@ -49,7 +49,7 @@ def test_norms(device, record_property):
 
 
 def check_quantized_norm(x, residual, weight, whole):
-    """The trainer quantizes in the kernel that normalizes, the engine in a second one."""
+    """Both sides quantize in the kernel that normalizes; the engine's also writes the norm."""
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
 
@@ -57,6 +57,10 @@ def check_quantized_norm(x, residual, weight, whole):
         total, statistic, rows, _ = quantize_norm(x, residual, weight, EPS, "pow2", columns=False)
         wanted = quantize_activation(whole[2], "pow2", rows=True, columns=False)[0]
         assert same((total, statistic, rows[0].view(torch.uint8), rows[1]), (*whole[:2], wanted[0].view(torch.uint8), wanted[1]))
+        for few in CUTS:
+            result = torch.empty_like(x[few])
+            own = quantize_norm(x[few], residual[few], weight, EPS, "pow2", columns=False, result=result)[2]
+            assert same((result, own[0].view(torch.uint8), own[1]), (whole[2][few], wanted[0][few].view(torch.uint8), wanted[1][few]))
 
 
 @pytest.mark.parametrize("dim, groups, queries", [(128, 8, 4), (64, 2, 7)])
@@ -73,6 +77,7 @@ def test_heads_of_groups_and_of_rows(device, dim, groups, queries):
         own = rotation._replace(positions=rotation.positions[rows])
         assert same(heads.rotate_heads(mixed[rows].contiguous(), Heads(groups, queries, own, EPS), norms), (x[rows] for x in whole))
         assert same(heads.turn_heads(*heads.normalize_heads(q[rows], k[rows], norms, EPS), own), (x[rows] for x in whole)), rows
+        assert same(heads.normalize_and_turn_heads(q[rows], k[rows], norms, EPS, own), (x[rows] for x in whole)), rows
 
 
 def test_swiglu(device, record_property):
@@ -80,6 +85,13 @@ def test_swiglu(device, record_property):
         x = draw(device, TOKENS[device], 2 * width)
         y = swiglu.multiply(x)
         assert all(torch.equal(swiglu.multiply(x[rows]), y[rows]) for rows in CUTS)
+        if device == "cuda" and width % 128 == 0:
+            from megatron_rl.kernels.quantize.triton import quantize_activation
+            from megatron_rl.kernels.swiglu.triton import multiply_and_quantize
+
+            result, found = multiply_and_quantize(x, "pow2")
+            wanted = quantize_activation(y, "pow2", rows=True, columns=False)[0]
+            assert same((result, found[0].view(torch.uint8), found[1]), (y, wanted[0].view(torch.uint8), wanted[1]))
         if device == "cuda":
             from sgl_kernel import silu_and_mul
 

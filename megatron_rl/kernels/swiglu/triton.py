@@ -84,7 +84,7 @@ def multiply_and_quantize(x: torch.Tensor, scale_format: str) -> tuple[torch.Ten
 def _multiply_rows(x: torch.Tensor, rows: QuantizedPair | None, scale_format: str) -> torch.Tensor:
     x, width = x.contiguous(), x.shape[-1] // 2
     result = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
-    data, scale = (rows[0].view(torch.uint8), rows[1]) if rows else (x, x)
+    data, scale = (rows[0].view(torch.uint8), rows[1]) if rows else (x.new_empty(0), x.new_empty(0))
     if result.numel():
         multiply_row[(result.numel() // width, triton.cdiv(width, ROW_COLUMNS))](
             x, result, data, scale, width, scale.stride(-1), QUANTIZES=rows is not None, POW2=scale_format == "pow2", EPSILON=AMAX_EPSILON,

@@ -102,34 +102,6 @@ def _normalize_rows(call: Call, given: Given) -> None:
     call.moved(given["x"], given["result"], *((given["residual"], given["total"]) if given["ADDS"] else ()))
 
 
-def _normalize_row(call: Call, given: Given) -> None:
-    """megatron_rl/kernels/norm/triton.py"""
-    call.check_all(given, "x [T W] half (W 1); weight [W] float; result [T W] =x (W 1)")
-    call.require(given["STORES"], "the engine needs the norm itself, too")
-    sums = (given["residual"], given["total"]) if given["ADDS"] else ()
-    call.moved(given["x"], given["result"], *_check_rows(call, given), *sums)
-
-
-def _check_rows(call: Call, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check and return the quantized rows of an operator with T results of W columns."""
-    width = call.sizes["W"]
-    call.require(width % 128 == 0, f"{width} columns are no whole groups of 128")
-    call.check_all(given, f"row_data [T W] uint8 (W 1); row_scale [T {width // 128}] float32 (* *)")
-    return given["row_data"], given["row_scale"]
-
-
-def _quantize_row(call: Call, given: Given) -> None:
-    """megatron_rl/kernels/quantize/triton.py"""
-    call.check_all(given, "x [T W] float (W 1)")
-    call.moved(given["x"], *_check_rows(call, given))
-
-
-def _multiply_row(call: Call, given: Given) -> None:
-    """megatron_rl/kernels/swiglu/triton.py"""
-    call.check_all(given, "x [T *] half; result [T W] =x (W 1)")
-    call.moved(given["x"], given["result"], *(_check_rows(call, given) if given["QUANTIZES"] else ()))
-
-
 def _rotate_heads(call: Call, given: Given) -> None:
     """megatron_rl/kernels/heads/triton.py"""
     sources = "query_source [T G Q D] half (* * D 1); key_source [T G 1 D] =query_source (* * * 1)"
@@ -217,9 +189,12 @@ _KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
         "query [T W] half (* 1); key [T V] =query (* 1); value [T V] =query (* 1); scales [2] float32",
         "query key value of_query of_key of_value",
     ),
-    "normalize_row": _normalize_row,
-    "quantize_row": _quantize_row,
-    "multiply_row": _multiply_row,
+    "normalize_row": Kernel(
+        "x [T W] half; weight [W] float; result [T W] =x; row_data [T W] uint8; row_scale [T *] float32 (* *)",
+        "x residual total result row_data row_scale",
+    ),
+    "quantize_row": Kernel("x [T W] float; row_data [T W] uint8; row_scale [T *] float32 (* *)", "x row_data row_scale"),
+    "multiply_row": Kernel("x [T W] half; result [T *] =x", "x result row_data row_scale"),
     "summarize_row": Kernel("logits [N V] float; columns [N] int64; result [* N 4] float32", "logits result"),
     "quantize_tile": _quantize_tile,
     "multiply_tile": _multiply_tile,
