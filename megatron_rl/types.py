@@ -38,10 +38,12 @@ class Problem:
     pass_rate: float | None = None  # fraction of correct answers according to the data, or None if unknown
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The row that the problem was read from (`data.keep_columns`), typed as in the file. Empty for generated problems."""
+    text_positions: tuple[int, ...] = ()  # marks of text in the prompt that looks like a control token (`hf.special_text.put_marks`)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values: NaN and infinities become null, and dates, decimals and bytes become text."""
-        return {name: as_json(value) for name, value in vars(self).items()}
+        """Return the fields, except `text_positions`, as JSON values: NaN and infinities become null, and dates, decimals and bytes become
+        text."""
+        return {name: as_json(value) for name, value in vars(self).items() if name != "text_positions"}
 
 
 @dataclass(frozen=True)

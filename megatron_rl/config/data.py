@@ -186,6 +186,10 @@ class DataConfig(ConfigSection):
     date: datetime.date = Field(datetime.date(2026, 1, 1), strict=False)
     """The date that a chat template gets if it asks for today's. It is fixed, so that a run that is resumed on another day has the same
     prompts."""
+    special_text: Literal["plain", "token", "refuse"] = "plain"
+    """How to treat text that looks like a control token, such as `<|im_end|>`, in rows, and in messages of users, tools and environments.
+    `plain`: it is encoded as text. `token`: it becomes the token, so a message can forge a turn. `refuse`: the row, the request or the
+    environment's message is refused. `prompt_template`, `system_prompt` and the chat template always write tokens."""
     system_prompt: str = ""
     """System message for `chat`. It replaces a system message at the start of a row's `messages`. If empty, that message is kept."""
     max_prompt_tokens: int = Field(512, ge=1, le=MAX_TOKENS)

@@ -39,5 +39,8 @@ class LeftOut:
                 fix += ', or data.overlap = "row" if equal questions with other answers are other problems'
             rule = f"{self._name} would lose {100 * share:.1f} % of its {total} rows: {', '.join(lines)}"
             raise UserError("data.max_left_out", limit, rule, fix)
+        self.warn("%s: left out %d of %d rows: %s", self._name, sum(self._counts.values()), total, ", ".join(lines))
+
+    def warn(self, text: str, *values: object) -> None:
         if not self._quiet:
-            _log.warning("%s: left out %d of %d rows: %s", self._name, sum(self._counts.values()), total, ", ".join(lines))
+            _log.warning(text, *values)

@@ -20,7 +20,8 @@ from megatron_rl.data.prompt_template import describe_format, list_oddities, mak
 from megatron_rl.data.sets import ProblemSet, make_key, make_question_key, read_set
 from megatron_rl.data.stream import ProblemStream, mix_orders
 from megatron_rl.errors import UserError, as_user_error
-from megatron_rl.hf.prompt_tokens import check_prompt
+from megatron_rl.hf.prompt_tokens import check_prompt, encode_prompt
+from megatron_rl.hf.special_text import find_special_text, put_marks, split_marks
 from megatron_rl.types import Problem
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -79,20 +80,30 @@ class _PromptBuilder:
         self._format_prompt, self._tokenizer, self._data = make_prompt_formatter(data, tokenizer), tokenizer, data
 
     def apply_template(self, problem: Problem) -> Problem:
-        prompt = self._format_prompt(problem.prompt, problem.history, problem.tools)
-        return dataclasses.replace(problem, prompt=prompt, history=(), tools=())
+        if self._data.special_text == "refuse":
+            others = [message for message in problem.history if message["role"] != "assistant"]
+            if found := find_special_text(self._tokenizer).find([problem.prompt, others, problem.tools]):
+                rule = f"problem {problem.id} holds {found!r}, which looks like a control token"
+                raise UserError("data.special_text", "refuse", rule, 'remove it, or write "plain" to encode it as text')
+        prompt, positions = split_marks(self._format_prompt(problem.prompt, problem.history, problem.tools))
+        return dataclasses.replace(problem, prompt=prompt, text_positions=positions, history=(), tools=())
 
     def check_lengths(self, problems: Sequence[Problem]) -> list[bool]:
         """Return for each templated prompt whether it is short enough. Raise UserError like `check_prompt`."""
         chat, prompts = self._data.chat, [problem.prompt for problem in problems]
         ids = self._tokenizer(prompts, add_special_tokens=not chat)["input_ids"]
-        for prompt, ids_T in zip(prompts, ids, strict=True):
-            check_prompt(self._tokenizer, prompt, ids_T, chat)
+        for index, problem in enumerate(problems):
+            if problem.text_positions:
+                ids[index] = encode_prompt(self._tokenizer, put_marks(problem.prompt, problem.text_positions), chat)
+            check_prompt(self._tokenizer, problem.prompt, ids[index], chat)
         return [len(ids_T) <= self._data.max_prompt_tokens for ids_T in ids]
 
     def build(self, problems: Sequence[Problem], name: str, left_out: LeftOut) -> tuple[list[Problem], list[bool]]:
         """Return the problems of the set `name` with templated prompts, without those that are too long, and which of them remain."""
         templated, most = [self.apply_template(problem) for problem in problems], self._data.max_prompt_tokens
+        if marked := [problem.id for problem in templated if problem.text_positions]:
+            text = "%s: %d prompts hold text that looks like a control token, which is encoded as text by data.special_text (such as %s)"
+            left_out.warn(text, name, len(marked), marked[0])
         fits = self.check_lengths(templated)
         kept = [problem for problem, short in zip(templated, fits, strict=True) if short]
         if not kept:

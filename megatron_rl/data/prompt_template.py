@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.reading import read_file
 from megatron_rl.errors import UserError
+from megatron_rl.hf.special_text import find_special_text
 from megatron_rl.types import ChatMessage
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -17,7 +18,8 @@ _PLACEHOLDER = "{question}"
 
 
 class PromptFormatter(Protocol):
-    """Returns the complete prompt for a bare question, the messages before it, and its tools.
+    """Returns the complete prompt for a bare question, the messages before it, and its tools. With `data.special_text = "plain"`, text
+    of theirs that looks like a control token is marked (`megatron_rl.hf.special_text`).
 
     Raises UserError if the chat template fails on the messages or leaves out a tool.
     """
@@ -32,10 +34,10 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
         UserError: The template file is invalid, or `data.chat` is set and the tokenizer has no chat template, or one that fails, leaves out
             the system message or the question, or does not use a key of `data.chat_template_kwargs`.
     """
-    template = read_template(data)
+    template, mark = read_template(data), find_special_text(tokenizer).mark if data.special_text == "plain" else lambda value: value
 
     def fill_template(question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        return template.replace(_PLACEHOLDER, question)  # other braces in the question or template have no meaning
+        return template.replace(_PLACEHOLDER, mark(question))  # other braces in the question or template have no meaning
 
     if not data.chat:
         return fill_template
@@ -51,6 +53,7 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
     chat_template.check()
 
     def apply_chat_template(question: str, history: Sequence[ChatMessage] = (), tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        history, tools = [message if message["role"] == "assistant" else mark(message) for message in history], mark(tools)
         if data.system_prompt:
             own = {"role": "system", "content": data.system_prompt}
             history = [own, *history[bool(history) and history[0]["role"] == "system" :]]

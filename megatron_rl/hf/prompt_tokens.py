@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf.special_text import MARK, find_special_text
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -16,8 +17,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -
     """Return the token ids of a complete prompt.
 
     With `chat`, a chat template has written all special tokens. Otherwise the tokenizer adds its own, such as the BOS token of Llama, Gemma
-    and DeepSeek, as `tokenizer(prompt)` does.
+    and DeepSeek, as `tokenizer(prompt)` does. Marked text is text, whatever it looks like (`megatron_rl.hf.special_text`).
     """
+    if MARK in prompt:
+        return find_special_text(tokenizer).encode(prompt, add_special_tokens=not chat)
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=not chat)
     return ids
 
@@ -35,7 +38,7 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str, before: i
         before: The last of the other tokens. Some tokenizers put a blank behind an added token, such as the end token, which is then the
             anchor.
     """
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    ids = encode_prompt(tokenizer, text, chat=True)
     added = _list_added_tokens(tokenizer).get(before) if text and before is not None else None
     if added is not None and (found := _encode_behind(tokenizer, added, text)) is not None:
         return found
@@ -60,7 +63,7 @@ def _changes_beginnings(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _encode_behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> list[int] | None:
     """Return the ids of a text behind an anchor, or None if a token spans both."""
     before: list[int] = tokenizer.encode(anchor, add_special_tokens=False)
-    whole: list[int] = tokenizer.encode(anchor + text, add_special_tokens=False)
+    whole = encode_prompt(tokenizer, anchor + text, chat=True)
     return whole[len(before) :] if whole[: len(before)] == before else None
 
 

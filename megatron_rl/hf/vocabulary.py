@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf.files import read_end_tokens
+from megatron_rl.hf.files import read_config, read_end_tokens
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,13 @@ class Vocabulary:
     tokens: int  # tokens of the tokenizer, including added ones
     digest: str  # hash of the tokenizer's {token: id}
     rows: int  # rows of the embedding
+
+
+def find_end_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the ids that end a completion of an engine, according to a tokenizer and the configs in its folder."""
+    folder = Path(tokenizer.name_or_path)
+    hf_config = read_config(folder) if os.path.isfile(folder / "config.json") else {}
+    return read_end_tokens(folder, hf_config) | ({tokenizer.eos_token_id} - {None})
 
 
 def make_vocabulary(tokenizer: "PreTrainedTokenizerBase", end_tokens: set[int], rows: int) -> Vocabulary:

@@ -86,7 +86,7 @@ TABLE = (
     Row("data.eval.columns", _COLUMNS, EQUAL, _HELD_OUT),
     Row("data", "format settings keep_columns overlap prompt_template prompt_template_file chat system_prompt max_prompt_tokens seed",
         EQUAL, _PROBLEMS),
-    Row("data", "chat_template_kwargs date", NAMED, "Changes prompts, also those of agents."),
+    Row("data", "chat_template_kwargs date special_text", NAMED, "Changes prompts, also those of agents."),
     Row("data.columns", _COLUMNS, EQUAL, _PROBLEMS),
     Row("data", "eval_size", EQUAL, _HELD_OUT),
     Row("data", "eval_every", FREELY, "Decides which steps are evaluated."),

@@ -12,10 +12,14 @@ import numpy as np
 from megatron_rl.batch.draws import UNKNOWN
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config import Config
-from megatron_rl.hf.prompt_tokens import encode_continuation, encode_prompt
+from megatron_rl.config.data import DataConfig
+from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.routing_record import extend_routing_record
+from megatron_rl.hf.special_text import put_marks
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.thinking import ThoughtMarkers, decode_completion
+from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.messages import RefusedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.rollout.environments.pool import EnvironmentPool, check_environment
 from megatron_rl.types import Completion, Episode, Problem, SamplingParams
@@ -47,18 +51,20 @@ class Sampler(Protocol):
 
 
 class MultiTurnSampler:
-    """Samples completions of one turn, or of several with `environments`. `chat`: whether a chat template wrote the prompts. `markers`:
-    the markers of thoughts, or None for the chat template's own."""
+    """Samples completions of one turn, or of several with `environments`. `data`: settings of prompts. `markers`: the markers of thoughts,
+    or None for the chat template's own."""
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Any,
         environments: EnvironmentPool | None = None,
-        chat: bool = False,
+        data: DataConfig | None = None,
         markers: ThoughtMarkers | None = None,
     ) -> None:
-        self._engine, self._tokenizer, self._environments, self._chat, self._markers = engine, tokenizer, environments, chat, markers
+        self._engine, self._tokenizer, self._environments, self._markers = engine, tokenizer, environments, markers
+        self._format = ChatFormat(tokenizer, data or DataConfig()) if environments is not None else None
+        self._chat = data is not None and data.chat
 
     def sample(
         self, problems_B: list[Problem], samplings_B: list[SamplingParams], version: int, staleness: int = 0, abort: Abort | None = None
@@ -66,11 +72,11 @@ class MultiTurnSampler:
         """See `Sampler.sample`. `max_new_tokens` limits all turns of a completion together."""
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
-        prompts = dict.fromkeys(problem.prompt for problem in problems_B)  # a group has one
-        encoded = {prompt: np.array(encode_prompt(self._tokenizer, prompt, self._chat), np.int32) for prompt in prompts}
+        prompts_B = [put_marks(problem.prompt, problem.text_positions) for problem in problems_B]
+        encoded = {prompt: np.array(encode_prompt(self._tokenizer, prompt, self._chat), np.int32) for prompt in dict.fromkeys(prompts_B)}
         dialogues = []
-        for problem, params in zip(problems_B, samplings_B, strict=True):
-            completion = Completion(problem, encoded[problem.prompt], np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
+        for problem, params, prompt in zip(problems_B, samplings_B, prompts_B, strict=True):
+            completion = Completion(problem, encoded[prompt], np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
             dialogues.append(_Dialogue(completion, Episode(**vars(problem), seed=params.seed or 0), params, version, staleness, abort))
         if self._environments is None:
             self._sample_turn(dialogues)
@@ -118,7 +124,7 @@ class MultiTurnSampler:
 
     def _step_environment(self, dialogue: _Dialogue) -> bool:
         """Append the environment's reply. Return whether another turn follows."""
-        assert self._environments is not None
+        assert self._environments is not None and self._format is not None
         completion, limits = dialogue.completion, self._environments.config
         if completion.finish_reason != "stop":
             return False
@@ -129,8 +135,11 @@ class MultiTurnSampler:
         if reply.message is None:
             return False
         completion.tool_errors += bool(reply.message.error)
-        last = int(completion.output_ids_T[-1]) if len(completion.output_ids_T) else None
-        ids = np.array(encode_continuation(self._tokenizer, reply.message.text, last), np.int32)
+        try:
+            ids = self._format.encode_reply(reply.message.text, reply.message.role, completion.output_ids_T)
+        except RefusedError as error:
+            completion.environment_error, completion.finish_reason = str(error), "environment"
+            return False
         environment_tokens = len(completion.output_ids_T) - completion.sampled_count
         if completion.num_turns == limits.max_turns:
             completion.finish_reason = "turns"
@@ -172,15 +181,13 @@ def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool 
 def check_chat_template(config: Config, tokenizer: Any) -> None:
     """Raise UserError if the run has agents that cannot use the tokenizer's chat template."""
     if config.agent is not None:
-        from megatron_rl.rollout.agents.chat_format import ChatFormat
-
         ChatFormat(tokenizer, config.data).check()
 
 
 def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> None:
     """Try the environment or the agent on the first problems of each set. Raise UserError if it fails, whatever the policy responds."""
     if config.environment is not None:
-        check_environment(config.environment, problems)
+        check_environment(config.environment, problems, config.data.chat)
     if config.agent is not None:
         from megatron_rl.rollout.agents.trial import check_agent
 
@@ -190,7 +197,7 @@ def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> 
 def make_sampler(config: Config, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None, resources: ExitStack) -> Sampler:
     """Return the sampler of a configuration. `resources` owns what it starts."""
     if config.agent is None:
-        return MultiTurnSampler(engine, tokenizer, environments, config.data.chat, config.text_markers)
+        return MultiTurnSampler(engine, tokenizer, environments, config.data, config.text_markers)
     from megatron_rl.rollout.agents.sampler import AgentSampler  # loads a web server
 
     return resources.enter_context(AgentSampler(config.agent, engine, tokenizer, config.data))

@@ -24,7 +24,7 @@ class ChatTokenizer:
     token `~`."""
 
     added_tokens_decoder: ClassVar[dict] = {}
-    name_or_path, chat_template, all_special_ids, special_tokens_map = "letters", "yes", [ord(END)], {"eos_token": END}
+    name_or_path, chat_template, eos_token_id, special_tokens_map = "letters", "yes", ord(END), {"eos_token": END}
 
     def encode(self, text, add_special_tokens):
         ids = [BOS] if add_special_tokens else []

@@ -1,6 +1,7 @@
 """Loads problems with a tokenizer that is fast to import."""
 
 from pathlib import Path
+from typing import ClassVar
 
 from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import DataConfig
@@ -11,6 +12,7 @@ class ByteTokenizer:
     """One token per byte and no special tokens."""
 
     bos_token_id = eos_token_id = None
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def __call__(self, prompts, add_special_tokens):
         return {"input_ids": [list(prompt.encode()) for prompt in prompts]}

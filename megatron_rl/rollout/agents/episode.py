@@ -224,7 +224,8 @@ class AgentEpisode:
         if parent is None:
             given_ids_T = self._format.encode_start(request.messages, request.tools)
             return request, None, given_ids_T, given_ids_T
-        given_ids_T = self._format.encode_rest(request.messages[len(parent.messages) :], request.tools, parent.generation.output_ids_T)
+        rest, calls = request.messages[len(parent.messages) :], parent.messages[-1].tool_calls
+        given_ids_T = self._format.encode_rest(rest, request.tools, parent.generation.output_ids_T, calls)
         earlier = [part for turn in parent.path for part in (turn.given_ids_T, turn.generation.output_ids_T)]
         return request, parent, given_ids_T, np.concatenate([*earlier, given_ids_T])
 

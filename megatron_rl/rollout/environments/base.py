@@ -26,15 +26,19 @@ from parallel.plug import InputError
 
 @dataclass(frozen=True)
 class Message:
-    """The environment's next text, tokenized as is; it must contain the markers of a chat template itself. `error` describes a mistake of
-    the policy, such as an invalid call. It is counted and has no other effect."""
+    """The environment's next text, tokenized as is, or with `role` ("user" or "tool") as the chat template writes a message. Text that
+    looks like a control token is treated as `data.special_text` says. `error` describes a mistake of the policy, such as an invalid
+    call. It is counted and has no other effect."""
 
     text: str
     error: str = ""
+    role: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not isinstance(self.error, str):
             raise TypeError(f"text and error of a Message must be strings, not {self.text!r} and {self.error!r}")
+        if self.role not in ("", "user", "tool"):
+            raise TypeError(f'role of a Message must be "user" or "tool", not {self.role!r}')
         self.text.encode()  # raises here for a lone surrogate, not in the tokenizer
 
 

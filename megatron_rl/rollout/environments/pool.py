@@ -26,7 +26,7 @@ class EnvironmentPool(WorkerPool[StepResult]):
     """Runs the environments of all completions in progress. Raise InputError if the environment does not exist."""
 
     section, module = "environment", "megatron_rl.rollout.environments.pool"
-    answer_type = tuple[str | None, str, str, bytes]  # text and error of the message, error of the environment, state
+    answer_type = tuple[tuple[str, str, str] | None, str, bytes]  # fields of the message, error of the environment, state
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
@@ -36,8 +36,8 @@ class EnvironmentPool(WorkerPool[StepResult]):
     def make_result(self, answer: Any) -> StepResult:
         if answer is None:
             raise ValueError("no reply")
-        text, mistake, error, state = answer
-        return StepResult(None if text is None else Message(text, mistake), error, state)
+        message, error, state = answer
+        return StepResult(message and Message(*message), error, state)
 
     def make_failure(self, reason: str) -> StepResult:
         return StepResult(error=reason)
@@ -51,15 +51,17 @@ class EnvironmentPool(WorkerPool[StepResult]):
         return replies
 
 
-def check_environment(config: EnvironmentConfig, problems: Sequence[Problem]) -> None:
+def check_environment(config: EnvironmentConfig, problems: Sequence[Problem], chat: bool) -> None:
     """Take two turns of the environment on the first problem of each set, since it is unpickled for the second. Raise UserError if they
-    fail, whatever the policy says."""
+    fail, whatever the policy says. `chat`: whether messages may have roles."""
     with EnvironmentPool(config.model_copy(update={"workers": 1})) as pool:
         stop = "".join(pool.stop[:1])
 
         def call(text: str, problem: Problem) -> str:
             turn, episode = (text + stop, stop), Episode(**vars(problem))
             (reply,) = pool.run([(turn, episode)])
+            if reply.message and reply.message.role and not chat:
+                return f"its message has the role {reply.message.role}, which needs data.chat = true"
             if reply.message:
                 (reply,) = pool.run([(turn, replace(episode, turn=1, state=reply.state))])
             return reply.error
@@ -82,7 +84,7 @@ def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Epis
         if message is not None and not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
         state = pickle.dumps(current)  # also if no turn follows, so that an environment that cannot be pickled fails on its first turn
-        return StepResult() if message is None else StepResult(Message(message.text, message.error), state=state)
+        return StepResult() if message is None else StepResult(Message(message.text, message.error, message.role), state=state)
     except BaseException as error:  # as for rewards, no exception may end the worker
         return StepResult(error=describe_error(error))
 
@@ -90,8 +92,7 @@ def run_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Epis
 def _answer_step(environment: EnvironmentClass, turn: tuple[str, str], episode: Episode) -> object:
     """Return the result of a step as JSON values and bytes. The state stays bytes: only workers unpickle it."""
     result = run_step(environment, turn, episode)
-    text, mistake = (result.message.text, result.message.error) if result.message else (None, "")
-    return text, mistake, result.error, result.state
+    return result.message and tuple(vars(result.message).values()), result.error, result.state
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_a_base_model_gets_the_prompt_of_its_tokenizer(make_model, rows, pattern
     stream, held_out = load_problems(config, tokenizer)
     for problem in [*stream.next_batch(1), *held_out, *load_held_out(config, tokenizer)]:
         engine = Recorder()
-        sampler = MultiTurnSampler(engine, tokenizer, chat=config.data.chat)
+        sampler = MultiTurnSampler(engine, tokenizer, data=config.data)
         (completion,) = sampler.sample([problem], [SamplingParams(1.0, 9)], 0)
         assert engine.prompts == [tokenizer(problem.prompt)["input_ids"]] == [completion.prompt_ids_T.tolist()]
         assert engine.prompts[0].count(tokenizer.bos_token_id) == adds
@@ -118,8 +118,9 @@ def test_a_chat_template_writes_all_special_tokens(make_model, rows):
 )
 def test_doubled_and_final_special_tokens_are_refused(make_model, rows, pattern, template, question, line):
     folder = make_model(pattern, template)
+    data = make_config(folder, rows(question), chat=template is not None, special_text="token").data
     with pytest.raises(UserError) as caught:
-        check_data(make_config(folder, rows(question), chat=template is not None).data, folder)
+        check_data(data, folder)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 

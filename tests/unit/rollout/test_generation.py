@@ -8,6 +8,7 @@ import torch
 from support.agents import PAIR, ChatTokenizer
 
 from megatron_rl.batch.kept_tokens import make_kept_tokens
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine import cut_at_stop
@@ -69,7 +70,7 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
     engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
     scripted = Scripted(replies, **limits)
     problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
-    sampler = MultiTurnSampler(engine, ChatTokenizer(), scripted, chat=True)  # type: ignore[arg-type]
+    sampler = MultiTurnSampler(engine, ChatTokenizer(), scripted, DataConfig(chat=True))  # type: ignore[arg-type]
     result = sampler.sample(problems, [SamplingParams(1.0, budget)] * len(problems), VERSION)
     return result, engine, scripted
 
@@ -110,7 +111,7 @@ def test_only_answers_that_go_on_are_sampled_again():
     assert sorted(prompt[0] for ((prompt, _),) in engine.asked) == [65, 65, 66, 67, 67], "each by itself: none waits for another one's turn"
     engine = ScriptedEngine([[[1], [2]]])
     engine.versions[2] = VERSION + 1  # checked for every turn
-    sampler = MultiTurnSampler(engine, ChatTokenizer(), Scripted([[say("1"), None]]), chat=True)  # type: ignore[arg-type]
+    sampler = MultiTurnSampler(engine, ChatTokenizer(), Scripted([[say("1"), None]]), DataConfig(chat=True))  # type: ignore[arg-type]
     with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
         sampler.sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)
 
@@ -139,7 +140,9 @@ def test_without_an_environment_an_answer_is_one_turn():
             assert {sampling.stop for sampling in samplings} == {()}
             return [Generation(np.array([97, 62], np.int32), np.array([-1.0, -2.0], np.float32), "stop", VERSION) for _ in prompts_B]
 
-    (completion,) = MultiTurnSampler(Engine(), ChatTokenizer(), chat=True).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
+    (completion,) = MultiTurnSampler(Engine(), ChatTokenizer(), data=DataConfig(chat=True)).sample(
+        PROBLEM, [SamplingParams(1.0, 9)], VERSION
+    )  # type: ignore[arg-type]
     columns = completion.prompt_ids_T, completion.output_ids_T, completion.logprobs_T
     assert [(column.tolist(), column.dtype) for column in columns] == [([65], "int32"), ([97, 62], "int32"), ([-1.0, -2.0], "float32")]
     others = completion.problem, completion.finish_reason, completion.policy_version, completion.text

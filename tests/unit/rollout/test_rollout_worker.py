@@ -10,6 +10,7 @@ import pytest
 from support.agents import ChatTokenizer
 
 from megatron_rl.config import Config
+from megatron_rl.config.data import DataConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.thinking import Response
@@ -123,7 +124,7 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
-    return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer(), chat=True), stream, held_out, rewards)
+    return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer(), data=DataConfig(chat=True)), stream, held_out, rewards)
 
 
 def test_groups_lie_side_by_side():
