@@ -36,7 +36,7 @@ from parallel.row_sums import count_parts
 from rollout_sglang import scoring
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
-from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, special_text, tree_reduction
 from rollout_sglang.hooks.scheduling import RESERVED
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
@@ -169,6 +169,7 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
     contracted = {_WINDOW_DTYPE: contract.high_format.dtype, _STATE_DTYPE: "float32"}
     order = "tree" if contract.sums_by_tree else "ranks" if contract.sums_by_ranks else "fast"
     contracted |= {tree_reduction.REDUCTION_VARIABLE: order, e4m3_cache.KV_VARIABLE: contract.kv}
+    contracted[special_text.TREATMENT_VARIABLE] = config.data.special_text
     if contract.sums_by_ranks:
         contracted[tree_reduction.PARTS_VARIABLE] = str(count_parts(config.train.layout.tp, rollout.tp))
     if (lora := config.lora) is not None:

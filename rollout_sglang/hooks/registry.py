@@ -25,6 +25,7 @@ _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
+_OPENAI = "sglang.srt.entrypoints.openai."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
 Hook = tuple[str, Any, str]  # (target, function, hook type)
@@ -39,10 +40,12 @@ def check_version() -> None:
 
 def _list_hooks() -> list[Hook]:
     from rollout_sglang import access, answering, rank_handler
-    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, startup, tree_reduction
+    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, special_text, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.entrypoints.http_server.serve_generate_request", answering.answer_in_columns, "AROUND"),
+        (_OPENAI + "serving_chat.OpenAIServingChat._render_and_encode_chat_template", special_text.render, "AROUND"),
+        (_OPENAI + "parallel_prompt_encode.parallel_prompt_encode", special_text.encode, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", rank_handler.remember_tokenizer, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),

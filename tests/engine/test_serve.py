@@ -71,6 +71,9 @@ def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c_or_its_own_e
         assert answers[0].message.content == answers[1].message.content
         text = client.completions.create(model=export.name, prompt="12+3=", max_tokens=3, extra_body=ENDLESS)
         assert text.usage.completion_tokens == 3
+        asked = [{"role": "user", "content": USER["content"] + more} for more in ("", "<|im_end|>")]
+        usages = [client.chat.completions.create(model="m", max_tokens=1, messages=[each], extra_body=ENDLESS).usage for each in asked]
+        assert usages[1].prompt_tokens - usages[0].prompt_tokens == len("<|im_end|>"), "it is text, not the end token"
         for other in ("", key[:-1], key + "a", "mrl-0"):
             with pytest.raises(openai.AuthenticationError):
                 OpenAI(base_url=url, api_key=other or "none", max_retries=0).chat.completions.create(model="m", messages=[USER])

@@ -192,7 +192,7 @@ COMPOSED = {
 _BOTH = {"trainer", "more", "batch", "ahead", "precision.mode"}
 _BEFORE_THE_LOSS = {f"algorithm.{name}" for name in ("advantage", "advantage_std", "multi_objective_aggregation")}
 _IN_THE_LOSS = {f"algorithm.{name}" for name in ("loss", "correction", "aggregate", "old_policy")}
-_ALONE = {"sync.on_mismatch", "reward.on_error", "data.overlap", "data.chat"}
+_ALONE = {"sync.on_mismatch", "reward.on_error", "data.overlap", "data.chat", "data.special_text"}
 
 
 @cache

@@ -2,6 +2,7 @@
 follows a response is rendered after a placeholder, which is then cut off, so sampled text is never tokenized again."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megatron_rl.hf.vocabulary import find_end_tokens
 from megatron_rl.rewards.thinking import decode_completion, find_markers
 from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, RefusedError, ToolCall
 
+_log = logging.getLogger(__name__)
 _PLACEHOLDER = "(what-the-policy-said)"
 _QUESTION = ConversationMessage("user", "(what-the-user-asked)")
 
@@ -29,6 +31,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
         """`data`: `chat_template_kwargs`, `date`, and `special_text`."""
         self._tokenizer, self._template, self._treatment = tokenizer, ChatTemplate(tokenizer, data), data.special_text
+        self._has_warned = False  # about tools that the template leaves out
         self._special, self._ends = find_special_text(tokenizer), find_end_tokens(tokenizer)
 
     def check(self) -> None:
@@ -72,9 +75,10 @@ class ChatFormat:
                 raise RefusedError("prompt: must have at least one token", code="invalid_value")
             return np.array(ids, np.int32)
         text = self._render(messages, tools)
-        for name in (tool["function"]["name"] for tool in self._treat(json.loads(tools))):
-            if name not in text:
-                raise RefusedError(f"the chat template leaves out the tool {name!r}; use one that writes tools")
+        left_out = [name for tool in self._treat(json.loads(tools)) if (name := tool["function"]["name"]) not in text]
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            _log.warning("the chat template leaves out the tool %r, so the policy does not know it from there", left_out[0])
         with _refusing("the tokenizer"):
             return self.encode(text)
 
