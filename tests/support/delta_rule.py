@@ -70,10 +70,42 @@ def attend_plainly(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, 
         )
         q, k = ((y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads.v // heads.k, 1) for y in (q, k))
         log_decay, beta = -a_log.exp() * F.softplus(a_part + dt_bias), b_part.sigmoid()
-        state = mixed.new_zeros(heads.v, heads.k_dim, heads.v_dim)
-        for t in range(len(part)):
-            state = state * log_decay[t].exp()[:, None, None]
+        q = q * heads.k_dim**-0.5
+        outs.append(recur_plainly((q, k, v, log_decay.exp(), beta), [len(part)]))
+    return torch.cat(outs)
+
+
+def recur_plainly(inputs: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Compute the recurrence of `scan.Inputs` for packed sequences by its formula, for autograd."""
+    outs = []
+    for q, k, v, decay, beta in zip(*(x.split(list(lengths)) for x in inputs), strict=True):
+        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+        for t in range(len(v)):
+            state = state * decay[t, :, None, None]
             error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
             state = state + torch.einsum("hk,hv->hkv", k[t], beta[t, :, None] * error)
-            outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * heads.k_dim**-0.5)
+            outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
     return torch.stack(outs)
+
+
+RECURRENCES = {
+    "usual": (0.7, 1.0, 1.0),
+    "kept": (1.0, 1.0, 1.0),  # nothing decays
+    "kept, like keys": (0.999, 1.0, 0.05),
+    "gone": (0.0, 1e-6, 1.0),
+    "gone, then kept": (0.0, 1.0, 1.0),  # a fifth of the tokens has a decay of 1e-30 or 0
+}
+"""(least decay, greatest decay, how much the keys differ) of recurrences that are hard to differentiate in spans."""
+
+
+def draw_recurrence(name: str, tokens: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int) -> list[torch.Tensor]:
+    """Return float32 `scan.Inputs` with `v_heads` heads, in groups with one query and one key."""
+    low, high, spread = RECURRENCES[name]
+    q, k = (F.normalize(random(tokens, k_heads, k_dim, seed=seed), dim=-1) for seed in (0, 1))
+    k = F.normalize(spread * k + (1 - spread) * k[:1], dim=-1)
+    share = random(tokens, v_heads, seed=2).sigmoid()
+    decay = low + (high - low) * share
+    if name == "gone, then kept":
+        decay = torch.where(share > 0.7, 1.0, torch.where(share < 0.3, torch.where(share < 0.25, 0.0, 1e-30), 0.99))
+    q, k = (x.repeat_interleave(v_heads // k_heads, 1) for x in (q * k_dim**-0.5, k))
+    return [q, k, random(tokens, v_heads, v_dim, seed=3), decay, random(tokens, v_heads, seed=4).sigmoid()]

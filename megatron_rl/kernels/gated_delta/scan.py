@@ -6,8 +6,7 @@ A step is elementwise products and sums over k_dim, in float32 and in one thread
 the other heads and sequences of the step, and not on the tokens that came in the same call. Step i of all sequences runs at once. Sequences
 and heads are grouped into parts whose states fit in a core's cache.
 
-The backward pass needs the states again. The forward pass keeps e, and the state before every `SPAN`-th token; the states of a span follow
-from both.
+The forward pass keeps e and the state before every `SPAN`-th token for the backward pass (`kernels.gated_delta.spans`).
 """
 
 import functools
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_rl.kernels.gated_delta.spans import differentiate, find_spans
 from megatron_rl.precision.threads import single_threaded
 from parallel.attention.gated_delta_net import SPAN
 
@@ -85,7 +85,9 @@ def advance_states(inputs: Inputs, states: torch.Tensor, lengths: tuple[int, ...
     return out
 
 
-def _run(inputs: Inputs, counts: tuple[int, ...], state: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None) -> list[torch.Tensor]:
+def _run(
+    inputs: Inputs, counts: tuple[int, ...], state: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Write the outputs of chosen inputs, and e unless None, and update `state`. Return the state before each span if e is asked for."""
     kept, product, active, delta = [], torch.empty_like(state), 0, torch.empty_like(out[: counts[0]])
     errors = (None,) * len(counts) if error is None else error.split(counts)
@@ -110,59 +112,24 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lengths: tuple[int, ...], *tensors: torch.Tensor) -> torch.Tensor:
-        inputs = Inputs(*tensors)
-        k_dim, v_dim = inputs.k.shape[-1], inputs.v.shape[-1]
-        out, errors, kept = torch.empty_like(inputs.v), [], []
+        inputs, spans = Inputs(*tensors), find_spans(lengths)
+        k_dim, (_, heads_count, v_dim) = inputs.k.shape[-1], inputs.v.shape
+        out, errors = torch.empty_like(inputs.v), torch.empty_like(inputs.v)
+        states = inputs.v.new_empty(len(spans.tokens), heads_count, k_dim, v_dim)
         with single_threaded():
-            for part, heads in _divide(lengths, inputs.v.shape[1], k_dim * v_dim):
+            for part, heads in _divide(lengths, heads_count, k_dim * v_dim):
                 chosen = inputs.choose(part.rows, heads)
                 results, error = torch.empty_like(chosen.v), torch.empty_like(chosen.v)
                 state = inputs.v.new_zeros(part.counts[0], chosen.v.shape[1], k_dim, v_dim)
-                kept.append(_run(chosen, part.counts, state, results, error))
-                out[part.rows, heads] = results.squeeze(-2)
-                errors.append(error)
-        ctx.save_for_backward(*inputs)
-        ctx.lengths, ctx.errors, ctx.kept = lengths, errors, kept
+                for number, before in enumerate(_run(chosen, part.counts, state, results, error)):
+                    states[spans.firsts[part.sequences[: len(before)]] + number, heads] = before
+                out[part.rows, heads], errors[part.rows, heads] = results.squeeze(-2), error.squeeze(-2)
+        ctx.save_for_backward(inputs.q, inputs.k, inputs.decay, inputs.beta, errors, states)
+        ctx.lengths = lengths
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = Inputs(*ctx.saved_tensors)
-        gradients = Inputs(*(torch.empty_like(x) for x in inputs))
-        numbers = inputs.k.shape[-1] * inputs.v.shape[-1]
+        *inputs, errors, states = ctx.saved_tensors
         with single_threaded():
-            for (part, heads), e, kept in zip(_divide(ctx.lengths, inputs.v.shape[1], numbers), ctx.errors, ctx.kept, strict=True):
-                chosen = inputs.choose(part.rows, heads)
-                found = _differentiate(chosen, part.counts, gradient[:, heads][part.rows].unsqueeze(-2), e, kept)
-                for into, each in zip(gradients, found, strict=True):
-                    into[part.rows, heads] = each.view(into[part.rows, heads].shape)
-        return None, *gradients
-
-
-def _differentiate(
-    inputs: Inputs, counts: tuple[int, ...], gradient: torch.Tensor, error: torch.Tensor, kept: list[torch.Tensor]
-) -> Inputs:
-    """Return the gradients of chosen inputs for the gradient of the outputs, e, and the states before each span."""
-    found = Inputs(*(torch.empty_like(x) for x in inputs))
-    of_error, delta, read = torch.empty_like(error), error * inputs.beta, torch.empty_like(inputs.k)
-    steps = list(zip(counts, *(x.split(counts) for x in (*inputs, delta, gradient, of_error, read, *found[:4])), strict=True))
-    of_state, product = torch.zeros_like(kept[0]), torch.empty_like(kept[0])
-    states = kept[0].new_empty(min(SPAN, len(counts)) + 1, *kept[0].shape)
-    for number in reversed(range(len(kept))):
-        span = steps[number * SPAN : (number + 1) * SPAN]
-        states[0, : span[0][0]] = kept[number]
-        for place, (n, _, k, _, decay, _, d, *_others) in enumerate(span):
-            torch.mul(states[place, :n], decay, out=states[place + 1, :n]).addcmul_(k, d)
-        for place, (n, q, k, _, decay, beta, d, dy, de, r, dq, dk, dv, of_decay) in reversed(list(enumerate(span))):
-            before, ds, temporary = states[place, :n], of_state[:n], product[:n]
-            torch.sum(torch.mul(states[place + 1, :n], dy, out=temporary), -1, keepdim=True, out=dq)
-            ds.addcmul_(q, dy)
-            torch.sum(torch.mul(ds, d, out=temporary), -1, keepdim=True, out=dk)
-            torch.sum(torch.mul(ds, k, out=temporary), -2, keepdim=True, out=de)
-            ds.addcmul_(k, torch.mul(de, beta, out=dv), value=-1)
-            torch.sum(torch.mul(before, dv, out=temporary), -1, keepdim=True, out=r)
-            torch.sum(torch.mul(ds, before, out=temporary), (-2, -1), keepdim=True, out=of_decay)
-            ds.mul_(decay)
-    found.k.sub_(read.mul_(inputs.decay))
-    torch.sum(of_error.mul_(error), -1, keepdim=True, out=found.beta)
-    return found
+            return None, *differentiate(inputs, ctx.lengths, errors, states, gradient)

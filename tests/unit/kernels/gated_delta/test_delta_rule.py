@@ -7,13 +7,22 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.delta_rule import ADVANCE_CASES, advance_in_cuts, attend_plainly, choose_heads, draw_layer
+from support.delta_rule import (
+    ADVANCE_CASES,
+    RECURRENCES,
+    advance_in_cuts,
+    attend_plainly,
+    choose_heads,
+    draw_layer,
+    draw_recurrence,
+    recur_plainly,
+)
 from support.kernel_tests import random
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.reference import advance, attend
-from megatron_rl.kernels.gated_delta.scan import lay_out
+from megatron_rl.kernels.gated_delta.scan import Scan, lay_out
 
 HEADS = DeltaHeads(2, 6, 32, 48)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -98,6 +107,22 @@ def test_the_gradients_are_those_of_the_plain_formula_in_float64(lengths):
         assert found.shape == wanted.shape and (found - wanted).norm() < 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("lengths", [(1, 64, 130, 0, 77), (5, 12)])
+@pytest.mark.parametrize("name", list(RECURRENCES))
+def test_gradients_stay_exact_where_states_are_kept_or_gone(name, lengths):
+    """The decay's gradient is that of its logarithm, which is what the layer learns; each number of it is exact, not only its norm."""
+    inputs, dy = draw_recurrence(name, sum(lengths), 1, 2, 32, 48), random(sum(lengths), 2, 48, seed=9)
+    results = []
+    for function, dtype in ((Scan.apply, torch.float32), (lambda lengths, *inputs: recur_plainly(inputs, lengths), torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        results.append(list(torch.autograd.grad(function(lengths, *leaves), leaves, dy.to(dtype))))
+        results[-1][3] *= leaves[3].detach()
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    relative = (results[0][3] - results[1][3]).abs() / results[1][3].abs().clamp(min=1e-30)
+    assert relative.median() < 1e-5
+
+
 def test_gradients_of_bfloat16_activations_are_rounded_once():
     weights, row = draw_layer(HEADS, 40, torch.bfloat16)
     weights = weights._replace(conv=weights.conv.requires_grad_())
@@ -127,6 +152,8 @@ def test_the_inputs_of_a_step_are_not_changed():
     assert torch.equal(new_windows[..., :-1], windows[..., 1:]) and torch.equal(new_windows[..., -1], row[0])
     assert not torch.equal(new_states, states)
     nothing = advance(weights, *(x[:0] for x in row), [0] * 5, windows, states)
+    empty = row[0][:0].requires_grad_()
+    assert torch.autograd.grad(attend(weights, empty, *(x[:0] for x in row[1:]), [0, 0]).sum(), empty)[0].shape == empty.shape
     assert torch.equal(nothing[1], windows) and torch.equal(nothing[2], states) and nothing[0].shape == (0, HEADS.v, HEADS.v_dim)
 
 
