@@ -177,7 +177,8 @@ def launch_gated_delta() -> None:
         weights, gates = DeltaWeights(torch.zeros(channels, 4, dtype=dtype), *vectors, heads), torch.zeros(70, heads.v, dtype=dtype)
         gated_delta_triton.attend(weights, row, gates, gates, [69, 1]).sum().backward()
         states = torch.zeros(70, heads.v, heads.k_dim, heads.v_dim)
-        gated_delta_triton.advance(weights, row, gates, gates, [1] * 70, torch.zeros(70, channels, 3, dtype=dtype), states)
+        windows, slots = torch.zeros(70, channels, 3, dtype=dtype), torch.zeros(70, dtype=torch.int32)
+        gated_delta_triton.advance(weights, row, gates, gates, [1] * 70, slots, windows, states)
         x, weight = torch.zeros(70, heads.v, heads.v_dim, dtype=dtype).requires_grad_(), torch.zeros(heads.v_dim, dtype=dtype)
         gates_triton.gate_norm(x, x, weight, 1e-6).sum().backward()
         for width in (4096, 1):

@@ -3,7 +3,8 @@ of SGLang whose sums depend on the batch and on where a prompt is cut. On a CPU 
 `SHARED_VARIABLE` is set; then no CUDA graph may capture prompts, because a pass copies their lengths to the GPU.
 
 SGLang's pool of states holds, by layer and request, the last inputs of the convolution `[channels, taps - 1]` in `precision.high` and the
-recurrent state `[v heads, v_dim, k_dim]` in float32. The operator takes a state as `[v heads, k_dim, v_dim]`.
+recurrent state in float32. The operator updates both in the pool. It stores a state as `[v heads, k_dim, v_dim]`; SGLang, which would store
+`[v heads, v_dim, k_dim]`, only copies and clears whole states.
 """
 
 from typing import Any
@@ -110,14 +111,12 @@ def _get_heads(layer: Any) -> DeltaHeads:
 def _advance(
     backend: Any, layer: Any, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: list[int], fresh: torch.Tensor | None
 ) -> torch.Tensor:
-    pool = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-    slots = backend.forward_metadata.mamba_cache_indices.long().clamp(min=0)  # -1 pads a CUDA graph's batch; slot 0 is nobody's
-    all_windows, all_states = pool.conv[0], pool.temporal
-    check_state_dtypes(all_windows, all_states, mixed.dtype)
-    windows, states = all_windows[slots], all_states[slots]
+    pool, heads = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id), _get_heads(layer)
+    windows, states = pool.conv[0], pool.temporal
+    check_state_dtypes(windows, states, mixed.dtype)
+    slots = backend.forward_metadata.mamba_cache_indices  # -1 pads a CUDA graph's batch: ~0, and slot 0 is nobody's
     if fresh is not None:
-        windows, states = windows.masked_fill(fresh[:, None, None], 0), states.masked_fill(fresh[:, None, None, None], 0)
-    weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, _get_heads(layer))
-    out, windows, states = advance(weights, mixed, a, b, lengths, windows, states.transpose(-1, -2).contiguous())
-    all_windows[slots], all_states[slots] = windows, states.transpose(-1, -2)
-    return out[None]
+        slots = torch.where(fresh, ~slots, slots)
+    weights = DeltaWeights(layer.conv_weights, layer.A_log, layer.dt_bias, heads)
+    states = states.view(len(states), heads.v, heads.k_dim, heads.v_dim)
+    return advance(weights, mixed, a, b, lengths, slots, windows, states)[None]

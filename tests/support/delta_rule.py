@@ -39,19 +39,22 @@ def choose_heads(weights: DeltaWeights, row: Row, rank: int, ranks: int) -> tupl
 
 def advance_in_cuts(advance: Callable, weights: DeltaWeights, row: Row, cuts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
     """Return (outputs, windows, states) of packed sequences that are computed chunk by chunk. A call has the next chunks of all sequences
-    that have one, in another order each time."""
+    that have one, in another order each time, in slots in which anything was before."""
     heads, lengths = weights.heads, [sum(chunks) for chunks in cuts]
     out = row[0].new_full((sum(lengths), heads.v, heads.v_dim), torch.nan)
-    windows = row[0].new_zeros(len(cuts), row[0].shape[1], weights.conv.shape[1] - 1)
-    states = torch.zeros(len(cuts), heads.v, heads.k_dim, heads.v_dim)
+    slots = torch.randperm(len(cuts) + 2, generator=torch.Generator().manual_seed(0))[: len(cuts)].int()
+    windows = row[0].new_full((len(cuts) + 2, row[0].shape[1], weights.conv.shape[1] - 1), torch.nan)
+    states = torch.full((len(cuts) + 2, heads.v, heads.k_dim, heads.v_dim), torch.nan)
     places = [list(range(start, start + length)) for start, length in zip(_starts(lengths), lengths, strict=True)]
     for call in range(max(map(len, cuts))):
         chosen = [n for n, chunks in enumerate(cuts) if call < len(chunks)]
         chosen = chosen[call % len(chosen) :] + chosen[: call % len(chosen)]
         rows = torch.tensor([places[n].pop(0) for n in chosen for _ in range(cuts[n][call])], dtype=torch.int64)
-        chunk, state = [x[rows] for x in row], (windows[chosen], states[chosen])
-        out[rows], windows[chosen], states[chosen] = advance(weights, *chunk, [cuts[n][call] for n in chosen], *state)
-    return out, windows, states
+        own = ~slots[chosen] if call == 0 else slots[chosen]
+        out[rows] = advance(weights, *(x[rows] for x in row), [cuts[n][call] for n in chosen], own, windows, states)
+    others = [n for n in range(len(windows)) if n not in slots]
+    assert windows[others].isnan().all() and states[others].isnan().all(), "slots of others stay"
+    return out, windows[slots], states[slots]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -64,27 +64,32 @@ def attend_gated(
 
 @torch.no_grad()
 def advance(
-    weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int], windows: torch.Tensor,
-    states: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Continue n sequences by chunks of prompts or by decoded tokens. Return (outputs `[t, v, v_dim]`, windows, states), with no gradient.
+    weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int], slots: torch.Tensor,
+    windows: torch.Tensor, states: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Continue n sequences by chunks of prompts or by decoded tokens. Return the outputs `[t, v, v_dim]`, with no gradient, and update the
+    windows and states of the sequences in place.
 
     Args:
         mixed, a, b, lengths: As for `attend`.
-        windows: The last taps - 1 rows of `mixed` before each chunk, the newest last, `[n, c, taps - 1]` in the dtype of `mixed`.
-        states: float32 `[n, v, k_dim, v_dim]`. Both are zeros at the start of a sequence.
+        slots: The place of each sequence in `windows` and `states`, int `[n]`; ~place if it starts, whatever is there.
+        windows: The last taps - 1 rows of `mixed` before each chunk, the newest last, `[slots, c, taps - 1]` in the dtype of `mixed`.
+        states: float32 `[slots, v, k_dim, v_dim]`.
     """
     lengths = _check(weights, mixed, a, b, lengths)
-    _check_states(weights, mixed, len(lengths), windows, states)
+    _check_states(weights, mixed, windows, states)
     if mixed.is_cuda:
         from megatron_rl.kernels.gated_delta import triton
 
-        return triton.advance(weights, mixed, a, b, lengths, windows, states)
-    states, taps = states.clone(), _find_taps(lengths, weights.conv.shape[1])
-    rows = _append_windows(mixed, windows)
+        return triton.advance(weights, mixed, a, b, lengths, slots, windows, states)
+    places, starts = torch.where(slots < 0, ~slots, slots).long(), (slots < 0)[:, None, None]
+    taps = _find_taps(lengths, weights.conv.shape[1])
+    rows = _append_windows(mixed, windows[places].masked_fill(starts, 0))
+    state = states[places].masked_fill(starts[..., None], 0)
     inputs = _prepare(weights, _convolve(rows, weights.conv, taps.tokens)[0].to(mixed.dtype), a, b)
-    out = advance_states(inputs, states, lengths).to(mixed.dtype)
-    return out, rows[taps.windows].transpose(1, 2).contiguous(), states
+    out = advance_states(inputs, state, lengths).to(mixed.dtype)
+    windows[places], states[places] = rows[taps.windows].transpose(1, 2), state
+    return out
 
 
 def _check(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -97,15 +102,15 @@ def _check(weights: DeltaWeights, mixed: torch.Tensor, a: torch.Tensor, b: torch
     return tuple(lengths)
 
 
-def _check_states(weights: DeltaWeights, mixed: torch.Tensor, count: int, windows: torch.Tensor, states: torch.Tensor) -> None:
-    """Raise ValueError if windows or states would be rounded, or are not those of `count` sequences."""
+def _check_states(weights: DeltaWeights, mixed: torch.Tensor, windows: torch.Tensor, states: torch.Tensor) -> None:
+    """Raise ValueError if windows or states would be rounded, or do not have the layer's numbers one after the other."""
     heads = weights.heads
     for name, x, dtype, shape in (
-        ("windows", windows, mixed.dtype, (count, mixed.shape[1], weights.conv.shape[1] - 1)),
-        ("states", states, torch.float32, (count, heads.v, heads.k_dim, heads.v_dim)),
+        ("windows", windows, mixed.dtype, (mixed.shape[1], weights.conv.shape[1] - 1)),
+        ("states", states, torch.float32, (heads.v, heads.k_dim, heads.v_dim)),
     ):
-        if (x.dtype, tuple(x.shape)) != (dtype, shape):
-            raise ValueError(f"{name} are {x.dtype} {list(x.shape)}, must be {dtype} {list(shape)}")
+        if (x.dtype, tuple(x.shape[1:])) != (dtype, shape) or not x.is_contiguous():
+            raise ValueError(f"{name} are {x.dtype} {list(x.shape)}, must be {dtype} {['slots', *shape]}, contiguous")
 
 
 class _Taps(NamedTuple):

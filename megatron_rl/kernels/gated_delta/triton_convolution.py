@@ -1,7 +1,7 @@
 """Triton kernels of the causal convolution and SiLU in front of the recurrence, their gradients, and the places of packed sequences."""
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,22 +21,38 @@ def _sigmoid(x):
 
 
 @triton.jit
-def convolve_token(mixed, windows, weight, result, sequences, starts, stride, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [n, channels, TAPS - 1]. Tokens of `mixed` are
-    `stride` apart."""
+def convolve_token(
+    mixed, windows, slots, weight, result, sequences, starts, stride, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """One program for COLUMNS channels of a token: mixed and result [t, channels], windows [slots, channels, TAPS - 1]. Tokens of `mixed`
+    are `stride` apart."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
     sequence = tl.load(sequences + token).to(tl.int64)
-    offset = token - tl.load(starts + sequence)
+    offset, slot = token - tl.load(starts + sequence), tl.load(slots + sequence).to(tl.int64)
     total = tl.zeros([COLUMNS], tl.float32)
     for tap in tl.static_range(TAPS):
         back = TAPS - 1 - tap
         own = tl.load(mixed + (token - back) * stride + column, mask=inside & (offset >= back), other=0.0).to(tl.float32)
-        place = (sequence * channels + column) * (TAPS - 1) + tap + offset
-        before = tl.load(windows + place, mask=inside & (offset < back), other=0.0).to(tl.float32)
+        place = (slot * channels + column) * (TAPS - 1) + tap + offset
+        before = tl.load(windows + place, mask=inside & (slot >= 0) & (offset < back), other=0.0).to(tl.float32)
         product = tl.where(offset >= back, own, before) * tl.load(weight + column * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
         total = product if tap == 0 else total + product
     tl.store(result + token * channels + column, (total * _sigmoid(total)).to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def move_window(mixed, windows, slots, starts, stride, channels, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program for COLUMNS channels of a sequence, whose window becomes the last TAPS - 1 rows of what was in it and of `mixed`."""
+    sequence, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, slot = column < channels, tl.load(slots + sequence).to(tl.int64)
+    start, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1).to(tl.int64)
+    place = (tl.where(slot < 0, ~slot, slot) * channels + column) * (TAPS - 1)
+    for tap in tl.static_range(TAPS - 1):  # a number is read before its place is written
+        row = end - (TAPS - 1) + tap
+        own = tl.load(mixed + row * stride + column, mask=inside & (row >= start), other=0.0)
+        before = tl.load(windows + place + tap + (end - start), mask=inside & (row < start) & (slot >= 0), other=0.0)
+        tl.store(windows + place + tap, tl.where(row >= start, own, before), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -92,6 +108,8 @@ class Packed(NamedTuple):
     sequences: torch.Tensor  # [t]: the sequence of each token
     starts: torch.Tensor  # [n + 1]
     span_starts: torch.Tensor  # [n + 1]: numbers of the first span of each sequence
+    spans: torch.Tensor  # [spans, 2]: each span's first token, and its sequence's end
+    fresh: torch.Tensor  # [n]: slots of sequences that start in this call, which are 0, 1, 2, ...: ~slot, as kernels take a fresh slot
 
 
 def pack(lengths: tuple[int, ...], device: torch.device) -> Packed:
@@ -103,23 +121,25 @@ def pack(lengths: tuple[int, ...], device: torch.device) -> Packed:
 def _pack_prompts(lengths: tuple[int, ...], device: torch.device) -> Packed:
     starts, spans = (list(accumulate(sizes, initial=0)) for sizes in (lengths, [-(-length // SPAN) for length in lengths]))
     sequences = [number for number, length in enumerate(lengths) for _ in range(length)]
-    return Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans)))
+    ends = [(first, end) for start, end in pairwise(starts) for first in range(start, end, SPAN)]
+    fresh = list(range(-1, -len(lengths) - 1, -1))
+    return Packed(*(torch.tensor(each, dtype=torch.int32).to(device) for each in (sequences, starts, spans, ends, fresh)))
 
 
 @functools.cache
 def _pack_decoded(count: int, device: torch.device) -> Packed:
     """Return the places of `count` sequences of one token, which are kept: a CUDA graph reads them at every replay."""
     starts = torch.arange(count + 1, dtype=torch.int32, device=device)
-    return Packed(starts[:-1], starts, starts)
+    return Packed(starts[:-1], starts, starts, torch.stack([starts[:-1], starts[1:]], 1), ~starts[:-1])
 
 
-def convolve(mixed: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, packed: Packed) -> torch.Tensor:
-    """Return silu of the convolution of packed tokens `[t, channels]` after their windows `[n, channels, taps - 1]`."""
+def convolve(mixed: torch.Tensor, weight: torch.Tensor, windows: torch.Tensor, slots: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """Return silu of the convolution of packed tokens `[t, channels]` after the windows `[slots, channels, taps - 1]` of their slots."""
     channels, taps = weight.shape
     result = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     grid = len(mixed), triton.cdiv(channels, _COLUMNS)
     convolve_token[grid](
-        mixed, windows, weight, result, packed.sequences, packed.starts, mixed.stride(0), channels, TAPS=taps, COLUMNS=_COLUMNS,
+        mixed, windows, slots, weight, result, packed.sequences, packed.starts, mixed.stride(0), channels, TAPS=taps, COLUMNS=_COLUMNS,
         **ROW_LAUNCH,
     )  # fmt: skip
     return result
@@ -140,11 +160,8 @@ def differentiate_convolution(
     return of_weight.sum(0).t().to(weight.dtype)
 
 
-def move_windows(mixed: torch.Tensor, windows: torch.Tensor, starts: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the last `size` rows of each sequence as windows `[n, c, size]`."""
-    places = starts[1:, None] + torch.arange(-size, 0, device=mixed.device)
-    ahead = starts[1:] - starts[:-1]
-    old = (torch.arange(size, device=mixed.device) + ahead[:, None]).clamp(max=size - 1)
-    shifted = windows.gather(2, old[:, None].expand(windows.shape))
-    own = mixed[places.clamp(min=0, max=len(mixed) - 1)].transpose(1, 2)
-    return torch.where((places >= starts[:-1, None])[:, None], own, shifted)
+def move_windows(mixed: torch.Tensor, windows: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> None:
+    """Update the windows of sequences whose tokens `[t, channels]` begin at `starts`."""
+    _, channels, size = windows.shape
+    grid = len(slots), triton.cdiv(channels, _COLUMNS)
+    move_window[grid](mixed, windows, slots, starts, mixed.stride(0), channels, TAPS=size + 1, COLUMNS=_COLUMNS, **ROW_LAUNCH)

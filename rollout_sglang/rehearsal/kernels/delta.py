@@ -15,13 +15,25 @@ def _check_gated_heads(call: Call, given: Mapping[str, Any]) -> None:
     call.check_all(given, f"{rows}; {norms}; {gates}; cos_sin_cache_ptr [* {given['ROTARY_DIM']}] float (* 1); positions_ptr [T] index")
 
 
-def _advance(call: Call, given: Mapping[str, Any]) -> None:
-    """Count the state of each sequence once for reading and once for writing."""
+def _prepare(call: Call, given: Mapping[str, Any]) -> None:
+    """kernels/gated_delta/triton_inputs.py"""
     k_heads, heads, k_dim, v_dim = (given[name] for name in ("K_HEADS", "V_HEADS", "K_DIM", "V_DIM"))
-    call.check_all(given, f"x [T {2 * k_heads * k_dim + heads * v_dim}] float; a [T {heads}] =x; b [T {heads}] =x")
-    call.check_all(given, f"a_log [{heads}] float32; dt_bias [{heads}] float32; states [N {heads} {k_dim} {v_dim}] float32")
-    call.check_all(given, f"out [T {heads} {v_dim}] =x; starts [*] int32; span_starts [*] int32")
-    call.moved(*(given[name] for name in ("x", "a", "b", "states", "states", "out")))
+    call.check_all(given, f"x [T {2 * k_heads * k_dim + heads * v_dim}] float; a [T {heads}] =x (* 1); b [T {heads}] =x (* 1)")
+    call.check_all(
+        given, f"a_log [{heads}] float32; dt_bias [{heads}] float32; q [T {k_heads} {k_dim}] float32; k [T {k_heads} {k_dim}] =q"
+    )
+    call.check_all(given, f"decays [T {heads}] float32; betas [T {heads}] float32")
+    call.moved(*(given[name] for name in ("x", "a", "b", "q", "k", "decays", "betas")))
+
+
+def _advance(call: Call, given: Mapping[str, Any]) -> None:
+    """Count the state of each sequence, which is one of the pool's, once for reading and once for writing."""
+    k_heads, heads, k_dim, v_dim = (given[name] for name in ("K_HEADS", "V_HEADS", "K_DIM", "V_DIM"))
+    call.check_all(given, f"x [T {2 * k_heads * k_dim + heads * v_dim}] float; q [T {k_heads} {k_dim}] float32; k [T {k_heads} {k_dim}] =q")
+    call.check_all(given, f"decays [T {heads}] float32; betas [T {heads}] float32; states [* {heads} {k_dim} {v_dim}] float32")
+    call.check_all(given, f"out [T {heads} {v_dim}] =x; slots [N] int32; starts [*] int32; span_starts [*] int32")
+    own = given["states"][: len(given["slots"])]
+    call.moved(*(given[name] for name in ("x", "q", "k", "decays", "betas", "out")), own, own)
 
 
 _PROJECTED = "mixed_qkvz [T *] half (* 1); mixed_ba [T *] half (* 1); mixed_qkv [T *] =mixed_qkvz; z [T H *] =mixed_qkvz"
@@ -48,9 +60,12 @@ KERNELS: dict[str, Kernel | Callable[[Call, Mapping[str, Any]], None]] = {
         "hidden_states_ptr shared_output_ptr output_ptr output_ptr",
     ),
     "convolve_token": Kernel(
-        "mixed [T C] float; windows [N C *] =mixed; weight [C *] =mixed; result [T C] =mixed; sequences [T] int32; starts [*] int32",
-        "mixed windows result",
+        "mixed [T C] float (* 1); windows [* C *] =mixed; slots [N] int32; weight [C *] =mixed; result [T C] =mixed; "
+        "sequences [T] int32; starts [*] int32",
+        "mixed windows:N result",
     ),
+    "move_window": Kernel("mixed [* C] float (* 1); windows [* C *] =mixed; slots [N] int32; starts [*] int32", "windows:N windows:N"),
+    "prepare_token": _prepare,
     "advance_state": _advance,
     "gate_norm_rows": Kernel("x [* V] float; z [* V] =x; weight [V] float; result [* V] =x", "x z result"),
 }

@@ -143,33 +143,35 @@ def test_a_state_that_decays_to_nothing_and_huge_gates_stay_finite():
     assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), (mixed, a, b))))
 
 
-def test_the_inputs_of_a_step_are_not_changed():
+def test_a_step_changes_its_own_windows_and_states_only():
     weights, row = draw_layer(HEADS, 5, torch.float32)
-    windows, states = random(5, row[0].shape[1], 3, seed=1), random(5, HEADS.v, HEADS.k_dim, HEADS.v_dim, seed=2)
-    before = [x.clone() for x in (*row, windows, states)]
-    out, new_windows, new_states = advance(weights, *row, [1] * 5, windows, states)
-    assert all(map(torch.equal, before, (*row, windows, states))) and not out.requires_grad
-    assert torch.equal(new_windows[..., :-1], windows[..., 1:]) and torch.equal(new_windows[..., -1], row[0])
-    assert not torch.equal(new_states, states)
-    nothing = advance(weights, *(x[:0] for x in row), [0] * 5, windows, states)
+    windows, states = random(7, row[0].shape[1], 3, seed=1), random(7, HEADS.v, HEADS.k_dim, HEADS.v_dim, seed=2)
+    before, slots = [x.clone() for x in (*row, windows, states)], torch.tensor([6, 1, 3, 0, 4])
+    out = advance(weights, *row, [1] * 5, slots, windows, states)
+    assert all(map(torch.equal, before, row)) and not out.requires_grad
+    assert torch.equal(windows[slots, :, :-1], before[3][slots, :, 1:]) and torch.equal(windows[slots, :, -1], row[0])
+    assert torch.equal(windows[[2, 5]], before[3][[2, 5]]) and torch.equal(states[[2, 5]], before[4][[2, 5]])
+    assert all(not torch.equal(states[slot], before[4][slot]) for slot in slots)
+    before = windows.clone(), states.clone()
+    nothing = advance(weights, *(x[:0] for x in row), [0] * 5, slots, windows, states)
     empty = row[0][:0].requires_grad_()
     assert torch.autograd.grad(attend(weights, empty, *(x[:0] for x in row[1:]), [0, 0]).sum(), empty)[0].shape == empty.shape
-    assert torch.equal(nothing[1], windows) and torch.equal(nothing[2], states) and nothing[0].shape == (0, HEADS.v, HEADS.v_dim)
+    assert torch.equal(before[0], windows) and torch.equal(before[1], states) and nothing.shape == (0, HEADS.v, HEADS.v_dim)
 
 
 def test_what_does_not_belong_together_is_refused():
     weights, row = draw_layer(HEADS, 5, torch.bfloat16)
-    windows, states = row[0].new_zeros(1, row[0].shape[1], 3), torch.zeros(1, HEADS.v, HEADS.k_dim, HEADS.v_dim)
+    slots, windows, states = torch.tensor([0]), row[0].new_zeros(2, row[0].shape[1], 3), torch.zeros(2, HEADS.v, HEADS.k_dim, HEADS.v_dim)
     with pytest.raises(ValueError, match="4 tokens need"):
         attend(weights, *row, [4])
     with pytest.raises(ValueError, match="need"):
         attend(weights._replace(heads=HEADS._replace(v=4)), *row, [5])
     with pytest.raises(ValueError, match=r"states are torch.bfloat16 .*, must be torch.float32"):
-        advance(weights, *row, [5], windows, states.bfloat16())
+        advance(weights, *row, [5], slots, windows, states.bfloat16())
     with pytest.raises(ValueError, match=r"windows are torch.float32 .*, must be torch.bfloat16"):
-        advance(weights, *row, [5], windows.float(), states)
-    with pytest.raises(ValueError, match=r"windows are torch.bfloat16 \[2, "):
-        advance(weights, *row, [5], windows.expand(2, -1, -1), states)
+        advance(weights, *row, [5], slots, windows.float(), states)
+    with pytest.raises(ValueError, match=r"windows are torch.bfloat16 .*, contiguous"):
+        advance(weights, *row, [5], slots, windows[:1].expand(2, -1, -1), states)
 
 
 def test_functions_of_few_numbers_have_the_bits_of_many():

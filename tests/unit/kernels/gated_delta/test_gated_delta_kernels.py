@@ -14,10 +14,10 @@ HEADS = DeltaHeads(2, 4, 8, 24)
 
 @in_interpreter
 def test_the_kernels_outputs_and_gradients_are_the_references():
-    """A span of 4 tokens and one group of programs, so that sequences have several spans, and a program has several sequences. No other
-    test has these lengths, whose places are cached for one span."""
+    """A span of 4 tokens, so that sequences have several spans. No other test has these lengths, whose places are cached for one span."""
     from megatron_rl.kernels.gated_delta import triton as kernels
     from megatron_rl.kernels.gated_delta import triton_convolution as convolution
+    from megatron_rl.kernels.gated_delta import triton_spans
 
     for dtype, heads, lengths, taps, gated in (
         (torch.float32, DeltaHeads(1, 2, 6, 24), [3, 9, 0, 1], 4, False),
@@ -31,8 +31,8 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
         norm = random(heads.v_dim, seed=7, dtype=dtype)
         for module in (kernels, reference):
             leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row, *([norm] if gated else []))]
-            small = patch.multiple(kernels, SPAN=4, _GROUPS=1, _BACKWARD_COLUMNS=8)
-            with small, patch.multiple(convolution, SPAN=4, _COLUMNS=32, _TOKENS=4):
+            small = patch.multiple(triton_spans, SPAN=4, _CARRY_COLUMNS=8, _FINISH_COLUMNS=8, _BLOCK=2)
+            with small, patch.object(kernels, "SPAN", 4), patch.multiple(convolution, SPAN=4, _COLUMNS=32, _TOKENS=4):
                 layer = DeltaWeights(*leaves[:3], heads)
                 if gated:
                     out = module.attend_gated(layer, (leaves[6], 1e-6), *leaves[3:6], lengths)
@@ -65,7 +65,10 @@ def test_prompts_chunks_decoded_tokens_and_shares_of_heads_have_the_bits_of_trai
 @needs_triton
 def test_training_prompts_and_decoded_tokens_run_one_specialization():
     """Another one, such as for a single token, could add in another order."""
-    assert call_with_triton(count_specializations) == {"convolve_token": (1, 3), "advance_state": (1, 3)}
+    assert call_with_triton(count_specializations) == {
+        **{name: (1, 3) for name in ("convolve_token", "prepare_token", "advance_state")},
+        "move_window": (1, 2),
+    }
 
 
 def count_specializations():
@@ -82,5 +85,5 @@ def count_specializations():
         for tokens in (16, 1):
             a_b = [x[1 : 1 + tokens] for x in row[1:]]  # views at addresses that are no multiples of 16
             windows, states = row[0].new_zeros(tokens, row[0].shape[1], 3), torch.zeros(tokens, heads.v, heads.k_dim, heads.v_dim)
-            kernels.advance(weights, row[0][:tokens], *a_b, [1] * tokens, windows, states)
+            kernels.advance(weights, row[0][:tokens], *a_b, [1] * tokens, torch.arange(tokens).int(), windows, states)
     return {name: (len({kernel.hash for kernel in kernels}), len(kernels)) for name, kernels in compiled.items()}
