@@ -22,12 +22,14 @@ def count_attention_working(shapes: RankShapes, kind: AttentionKind) -> float:
     """Return the most bytes of gradients and temporary tensors of a layer's attention.
 
     Gradients of output, query, key and value, and FlashAttention-2's FP32 accumulator for the query; on the CPU tier about 10 T q b bytes,
-    measured. A gated delta net has the gradients of its inputs, FP32, and the states of `SPAN` tokens.
+    measured. A gated delta net has the gradients of its inputs, and, in FP32, normalized queries and keys, the gradients of both and of d
+    for each value head, and the gradients of states before spans (`kernels.gated_delta.triton_spans`).
     """
     b, tp = shapes.job.high_bytes, shapes.layout.tp
     if isinstance(kind, GatedDeltaNet):
-        states = min(shapes.tokens, SPAN) * kind.v_width * kind.k_dim
-        return 4 * (2 * shapes.tokens * kind.channels + states) / tp
+        states = math.ceil(shapes.tokens / SPAN) * kind.v_width * kind.k_dim
+        rows = 2 * kind.k_width + 2 * kind.v_heads * kind.k_dim + kind.v_width
+        return (shapes.tokens * (2 * b * kind.channels + 4 * rows) + 4 * states) / tp
     q, kv = _head_widths(kind, tp)
     return shapes.tokens * (10 * b * q if shapes.cpu else b * 2 * (q + kv) + 4 * q)
 

@@ -1,5 +1,5 @@
-"""The Triton kernel of the recurrence of `kernels.gated_delta.reference`, and its operators: the convolution is in `triton_convolution`, what
-the recurrence reads in `triton_inputs`, and its gradient in `triton_spans`.
+"""The Triton kernel of the recurrence of `kernels.gated_delta.reference`, and its operators: the convolution is in `triton_convolution`,
+what the recurrence reads in `triton_inputs`, and its gradient in `triton_spans`.
 
 `advance_state` is one kernel for training, prompts, and decoded tokens, compiled once: it always reads and writes a state for each
 sequence, no argument that differs between these uses is a compile-time constant, and pointers are aligned. Another specialization could add

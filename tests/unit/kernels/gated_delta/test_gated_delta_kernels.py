@@ -15,6 +15,8 @@ HEADS = DeltaHeads(2, 4, 8, 24)
 @in_interpreter
 def test_the_kernels_outputs_and_gradients_are_the_references():
     """A span of 4 tokens, so that sequences have several spans. No other test has these lengths, whose places are cached for one span."""
+    import triton.language as tl
+
     from megatron_rl.kernels.gated_delta import triton as kernels
     from megatron_rl.kernels.gated_delta import triton_convolution as convolution
     from megatron_rl.kernels.gated_delta import triton_spans
@@ -31,7 +33,7 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
         norm = random(heads.v_dim, seed=7, dtype=dtype)
         for module in (kernels, reference):
             leaves = [x.clone().requires_grad_() for x in (*weights[:3], *row, *([norm] if gated else []))]
-            small = patch.multiple(triton_spans, SPAN=4, _CARRY_COLUMNS=8, _FINISH_COLUMNS=8, _BLOCK=2)
+            small = patch.multiple(triton_spans, SPAN=4, _CARRY_COLUMNS=8, _TILE=4, _BLOCK=2, PRODUCTS=tl.constexpr("ieee"))
             with small, patch.object(kernels, "SPAN", 4), patch.multiple(convolution, SPAN=4, _COLUMNS=32, _TOKENS=4):
                 layer = DeltaWeights(*leaves[:3], heads)
                 if gated:
