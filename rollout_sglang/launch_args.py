@@ -144,7 +144,8 @@ def make_server_arguments(
         if has_states:
             options["mamba-radix-cache-strategy"] = "no_buffer"  # other strategies keep states inside of a prompt's part
             options["max-mamba-cache-size"] = rollout.state_slots
-            flags.append("disable-overlap-schedule")
+            if rollout.enable_prefix_caching:  # a batch that was started ahead changes the state that SGLang is about to cache
+                flags.append("disable-overlap-schedule")
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
         unwanted = has_states or config.placement.kind == "colocated" or LatentAttention in kinds
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():

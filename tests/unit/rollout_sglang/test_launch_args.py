@@ -148,6 +148,8 @@ def test_recurrent_states_keep_their_formats_and_only_a_quantized_engine_has_sgl
     options = dict(pairwise(arguments))
     assert options["--mamba-radix-cache-strategy"] == "no_buffer" and options["--max-mamba-cache-size"] == str(3 * 256)
     assert options["--cuda-graph-backend-prefill"] == "disabled" and "--cuda-graph-backend-decode" not in options
+    arguments, _ = start("fp8_unified", kind="disaggregated", rollout={"enable_prefix_caching": False})
+    assert "--disable-radix-cache" in arguments and "--disable-overlap-schedule" not in arguments
     arguments, environment = start("fp8_rollout", kind="disaggregated")
     assert gated_delta.SHARED_VARIABLE not in environment and not any("mamba" in argument for argument in arguments)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
