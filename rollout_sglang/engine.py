@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import httpx
@@ -156,8 +157,10 @@ class SGLangEngine(RankRequests, RecordingRequests):
     def owns(self, columns: RemoteColumns) -> bool:
         return (columns.url, columns.key) == (self.server.url, self.server.api_key)
 
-    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
-        body = plain.dump(([columns.handle for columns in columns_B], problem))
+    def score(self, columns_B: Sequence[RemoteColumns], problems_B: Sequence[Problem]) -> list[Scored]:
+        pairs = groupby(zip(columns_B, problems_B, strict=True), lambda pair: id(pair[1]))
+        groups = [list(group) for _, group in pairs]  # a problem is sent once
+        body = plain.dump([([columns.handle for columns, _ in group], group[0][1]) for group in groups])
         while (response := self._request(SCORE, msgspec.Raw(body), repeatable=True)).status_code == httpx.codes.ACCEPTED:
             pass  # the workers are still busy
         return SCORED.validate_python(self._read_answer(SCORE, response))

@@ -80,15 +80,15 @@ def add_routes(app: Any, scorer: Scorer) -> None:
 
 
 def score_task(task: bytes, scorer: Scorer) -> bytes:
-    """Score completions in the store. `task`: their handles and the problem. Return JSON of `SCORED`. Raise RunError if one was dropped, or
-    if workers cannot be started."""
-    handles, problem = plain.load(task, [Problem])
-    kept_B = _get(handles)
+    """Score completions in the store. `task`: the handles of those of each problem, and the problem. Return JSON of `SCORED`. Raise RunError
+    if one was dropped, or if workers cannot be started."""
+    pairs = [(handle, problem) for handles, problem in plain.load(task, [Problem]) for handle in handles]
+    kept_B, problems_B = _get([handle for handle, _ in pairs]), [problem for _, problem in pairs]
     lengths_B = [len(kept.answer.ids) // IDS.itemsize for kept in kept_B]
     samples_B = [Sample(bytes(kept.answer.ids)) for kept in kept_B]
-    rewards_B = scorer.judge([kept.text for kept in kept_B], [problem] * len(kept_B), lengths_B, samples_B)
+    rewards_B = scorer.judge([kept.text for kept in kept_B], problems_B, lengths_B, samples_B)
     scored_B = []
-    for kept, reward in zip(kept_B, rewards_B, strict=True):
+    for kept, problem, reward in zip(kept_B, problems_B, rewards_B, strict=True):
         kept.response = response = scorer.split(kept.text, problem)
         if reward.answer is None and not reward.error and response.answer is not None:
             reward.answer = math.final_answer(response.answer) or ""  # for votes

@@ -104,9 +104,9 @@ class Engine(Protocol):
     def owns(self, columns: RemoteColumns) -> bool:
         """Return whether these columns were left at this engine."""
 
-    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
-        """Return the verdicts of the run's reward functions on completions of a problem that one engine keeps with their texts, in order.
-        Raise EngineLostError if it is lost, or RunError if its workers cannot be started."""
+    def score(self, columns_B: Sequence[RemoteColumns], problems_B: Sequence[Problem]) -> list[Scored]:
+        """Return the verdicts of the run's reward functions on completions that engines keep with their texts, in order. Raise
+        EngineLostError if an engine is lost, or RunError if its workers cannot be started."""
 
     def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
         """Return the text of each completion, which engines keep and have scored, and its parts."""

@@ -133,29 +133,30 @@ class EnginePool:
     def owns(self, columns: RemoteColumns) -> bool:
         return any(replica.lost is None and replica.engine.owns(columns) for replica in self.replicas)
 
-    def score(self, columns_B: Sequence[RemoteColumns], problem: Problem) -> list[Scored]:
-        return self._ask_owner(columns_B, lambda engine: engine.score(columns_B, problem))
+    def score(self, columns_B: Sequence[RemoteColumns], problems_B: Sequence[Problem]) -> list[Scored]:
+        problems = {columns.handle: problem for columns, problem in zip(columns_B, problems_B, strict=True)}
+        return self._ask_owners(columns_B, lambda engine, own: engine.score(own, [problems[columns.handle] for columns in own]))
 
     def read_texts(self, columns_B: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
-        def read(own: Sequence[RemoteColumns]) -> list[tuple[str, Response]]:
-            return self._ask_owner(own, lambda engine: engine.read_texts(own))
+        return self._ask_owners(columns_B, lambda engine, own: engine.read_texts(own))
 
-        texts = dict[str, tuple[str, Response]]()
+    def _ask_owners(self, columns_B: Sequence[RemoteColumns], call: Callable[[Engine, list[RemoteColumns]], list[T]]) -> list[T]:
+        """Return the answers of the engines that keep these columns, in order. Raise EngineLostError if one is lost."""
+        answers = dict[str, T]()
         for own in group_by_engine(columns_B).values():
-            texts |= zip((columns.handle for columns in own), read(own), strict=True)
-        return [texts[columns.handle] for columns in columns_B]
+            answers |= zip((columns.handle for columns in own), self._ask_owner(own, call), strict=True)
+        return [answers[columns.handle] for columns in columns_B]
 
-    def _ask_owner(self, columns_B: Sequence[RemoteColumns], call: Callable[[Engine], T]) -> T:
-        """Return the answer of the engine that keeps these columns. Raise EngineLostError if it is lost."""
+    def _ask_owner(self, own: list[RemoteColumns], call: Callable[[Engine, list[RemoteColumns]], list[T]]) -> list[T]:
         for replica in self.replicas:
             engine = replica.engine
-            if replica.lost is None and engine.owns(columns_B[0]):
+            if replica.lost is None and engine.owns(own[0]):
                 try:
-                    return call(engine)
+                    return call(engine, own)
                 except EngineLostError as error:
                     self._mark_lost(replica, engine, error)
                     raise
-        raise EngineLostError(f"the engine at {columns_B[0].url} is lost with the completions that it kept")
+        raise EngineLostError(f"the engine at {own[0].url} is lost with the completions that it kept")
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))

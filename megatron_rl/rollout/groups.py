@@ -33,6 +33,7 @@ class GroupJob:
     wanted: int  # number of groups after which the remaining ones are aborted
     owed: int = 0  # number of leading groups that are never aborted
     staleness: int = 0
+    per_request: int = 1  # number of groups that are sampled and scored together; 1 if groups may be aborted
 
     def choose(self, ended: Iterable[int]) -> list[int]:
         """Return the numbers of the groups to take in ascending order, or [] if too few have ended. `ended`: numbers in order of ending."""
@@ -75,9 +76,13 @@ class GroupSampler:
         number, to which groups that finish are added, even if others fail. `threads`: used instead of the shared ones."""
         start = time.perf_counter()
         missing = [] if job.choose(ended) else [number for number in range(len(problems_P)) if number not in ended]
-        aborts = {number: Abort() if job.wanted < len(problems_P) else None for number in missing}
+        requests = [missing[first : first + job.per_request] for first in range(0, len(missing), job.per_request)]
+        aborts = [Abort() if job.wanted < len(problems_P) else None for _ in requests]
         submit = (threads or self._threads).submit
-        futures = {submit(self._sample_group, problems_P[number], number, job, aborts[number]): number for number in aborts}
+        futures = {
+            submit(self._sample_groups, [problems_P[number] for number in numbers], numbers, job, abort): numbers
+            for numbers, abort in zip(requests, aborts, strict=True)
+        }
         done = SimpleQueue[Future[tuple[list[Completion], float]]]()  # `as_completed` misses groups that `close` cancels
         for future in futures:
             future.add_done_callback(done.put)
@@ -87,12 +92,14 @@ class GroupSampler:
             if enough:
                 continue
             try:
-                ended[futures[future]], ended_at = future.result()
+                completions, ended_at = future.result()
+                for place, number in enumerate(futures[future]):
+                    ended[number] = completions[place * job.size :][: job.size]
                 generated = max(generated, ended_at)
             except Exception as error:  # includes the cancellation of a group
                 failures.append(error)
             enough = not failures and len(ended) >= job.wanted and bool(job.choose(ended))
-            for other, abort in zip(futures, aborts.values(), strict=True) if enough else ():
+            for other, abort in zip(futures, aborts, strict=True) if enough else ():
                 if not other.cancel() and abort:
                     abort.request()
         if failures:  # any other error takes precedence over a lost engine, which is recoverable
@@ -100,12 +107,15 @@ class GroupSampler:
         completions_B = [member for number in job.choose(ended) for member in ended[number]]
         return RolloutBatch(completions_B, {GENERATE: generated - start, REWARD: time.perf_counter() - generated})
 
-    def _sample_group(self, problem: Problem, number: int, job: GroupJob, abort: Abort | None) -> tuple[list[Completion], float]:
-        """Return a problem's scored completions, and the time at which they had been generated."""
-        members = range(number * job.size, (number + 1) * job.size)
+    def _sample_groups(
+        self, problems: Sequence[Problem], numbers: Sequence[int], job: GroupJob, abort: Abort | None
+    ) -> tuple[list[Completion], float]:
+        """Return the scored completions of groups, one group after the other, and the time at which they had been generated."""
+        members = [number * job.size + member for number in numbers for member in range(job.size)]
         samplings = [replace(job.sampling, seed=derive_seed(self._config.train.seed, job.version, job.purpose, index)) for index in members]
+        problems_B = [problem for problem in problems for _ in range(job.size)]
         while True:
-            completions = self._sampler.sample([problem] * job.size, samplings, job.version, job.staleness, abort)
+            completions = self._sampler.sample(problems_B, samplings, job.version, job.staleness, abort)
             generated = time.perf_counter()
             hang_watchdog.enter_phase("reward")
             remote_B = [completion.remote for completion in completions if completion.remote and completion.remote.has_text]
@@ -113,7 +123,7 @@ class GroupSampler:
                 assign_rewards(completions, self._rewards)
                 return completions, generated
             try:
-                scored_B = self._engines.score(remote_B, problem)
+                scored_B = self._engines.score(remote_B, problems_B)
             except EngineLostError:  # with the completions; another engine samples them, or all are lost
                 continue
             assign_scored(completions, scored_B, self._rewards)

@@ -178,8 +178,10 @@ class RolloutWorker:
     def evaluate(self, version: int) -> RolloutBatch:
         """Return `eval.samples` scored completions of every held-out problem, with the completions of a problem adjacent."""
         sampling = replace(self._config.to_eval_sampling(), columns=self._columns)
-        job = GroupJob(version, "eval", self._config.eval.samples, sampling, len(self._held_out))
-        with self._groups.make_threads(job.size) as threads:  # separate threads, so that groups sampled ahead do not delay it
+        size, turns = self._config.eval.samples, self._config.environment is not None or self._config.agent is not None
+        per_request = 1 if turns else max(1, self._config.rollout.group_size // size)  # a request costs what one of the rollout costs
+        job = GroupJob(version, "eval", size, sampling, len(self._held_out), per_request=per_request)
+        with self._groups.make_threads(size * per_request) as threads:  # separate threads, so that groups sampled ahead do not delay it
             rollout = self._groups.sample(self._held_out, job, {}, threads)
         check_verdicts([completion.reward for completion in rollout.completions_B], self._config.reward)
         return rollout

@@ -71,13 +71,13 @@ class Lengths:
                 return [Generation(versions[:0], versions[:0], "stop", self.version, remote=each, text="") for each in columns]
         return [Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", versions[1], versions) for _ in prompts_B]
 
-    def score(self, columns_B, problem):
+    def score(self, columns_B, problems_B):
         with self.lock:
             self.losses -= 1
             if self.losses >= 0:
                 self.keeps -= {columns.handle for columns in columns_B}
                 raise EngineLostError("the engine is gone with its columns")
-            self.scored.append(problem.id)
+            self.scored.append(problems_B[0].id)
         return [Scored(Reward(float(member % 2), False), 0.25, member == 3) for member in range(len(columns_B))]
 
     def read_texts(self, columns_B):

@@ -15,7 +15,7 @@ from megatron_rl.distributed import to_run_error
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import ServedReport, derive_engine_seed
 from megatron_rl.rollout.engine_pool import EnginePool
-from megatron_rl.types import Generation, SamplingParams
+from megatron_rl.types import Generation, RemoteColumns, SamplingParams
 from parallel.shards import Rect
 from parallel.transport.base import Link
 
@@ -41,6 +41,14 @@ class Scripted:
         if self.dead:
             raise EngineLostError(f"engine {self.number} is gone", "its last words")
         return [Generation(np.array([prompt[0] + 1]), np.zeros(1), "stop", self.number) for prompt in prompts_B]
+
+    def owns(self, columns):
+        return columns.url == str(self.number)
+
+    def score(self, columns_B, problems_B):
+        if self.dead:
+            raise EngineLostError(f"engine {self.number} is gone", "its last words")
+        return [f"engine {self.number}: {columns.handle} of {problem}" for columns, problem in zip(columns_B, problems_B, strict=True)]
 
     def read_graph(self):
         return self.graphs
@@ -165,6 +173,19 @@ def test_requests_of_a_lost_engine_are_sampled_by_the_others_and_without_one_lef
         single.engines.generate(prompts(3), GREEDY)
     assert error.value.log_tail == "its last words"
     assert single.engines.wait_for_successors(error.value) == 1
+
+
+def test_completions_of_several_engines_are_scored_where_they_are_kept(fleet):
+    two = fleet(engines=2)
+    columns = [RemoteColumns(str(number % 2), "", str(number), 1, "", 0.0, (0,)) for number in range(5)]
+    scored = two.engines.score(columns, [*"abcde"])
+    assert scored == [f"engine {number % 2}: {number} of {problem}" for number, problem in enumerate("abcde")]
+    two.started[1].dead = True
+    with pytest.raises(EngineLostError, match="engine 1 is gone"):
+        two.engines.score(columns, [*"abcde"])
+    with pytest.raises(EngineLostError, match="the engine at 1 is lost with the completions that it kept"):
+        two.engines.score(columns[1:], [*"bcde"])
+    assert len(two.engines.score(columns[::2], [*"ace"])) == 3
 
 
 def test_remaining_engines_release_their_memory_and_the_next_sync_reports_a_loss(fleet):

@@ -16,7 +16,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.constant_rewards import ConstantRewards
 from megatron_rl.rollout.generation import MultiTurnSampler
-from megatron_rl.rollout.groups import RolloutBatch
+from megatron_rl.rollout.groups import RolloutBatch, derive_seed
 from megatron_rl.rollout.metrics import build_sample_rows, compute_accuracies, compute_rollout_metrics
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
@@ -101,11 +101,14 @@ class FakeEngine:
     version = 5
 
     def __init__(self):
-        self.sampling = []
+        self.sampling, self.requests = [], []
 
     def generate(self, prompts_B, sampling, abort=None):
         self.sampling += sampling
-        return [Generation(np.array([ord("a") + index]), np.array([-1.0]), "stop", self.version) for index in range(len(prompts_B))]
+        prompts = [prompt.tobytes() for prompt in prompts_B]
+        self.requests.append(len(prompts))
+        letters = [ord("a") + prompts[:index].count(prompt) for index, prompt in enumerate(prompts)]
+        return [Generation(np.array([letter]), np.array([-1.0]), "stop", self.version) for letter in letters]
 
 
 class FakeRewards:
@@ -123,7 +126,7 @@ def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, objec
     rollout = {"prompts_per_step": 2, "group_size": 4, **sections.pop("rollout", {})}
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
-    held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
+    held_out = [Problem("held", f"h{level}", "x", level=level) for level in (1, 2)]
     return RolloutWorker(config, MultiTurnSampler(engine, ChatTokenizer(), data=DataConfig(chat=True)), stream, held_out, rewards)
 
 
@@ -160,6 +163,18 @@ def test_held_out_problems_are_sampled_by_settings_of_their_own():
         assert replace(sampling, seed=None) == SamplingParams(0.25, 7, None, ("\n",), top_k=3, min_p=0.1)
     worker.collect(worker.draw(5))
     assert replace(engine.sampling[-1], seed=None) == SamplingParams(1.0, 7, None, ("\n",), min_p=0.1)
+
+
+@pytest.mark.parametrize("samples, size, requests", [(1, 4, [4, 1]), (2, 4, [4, 4, 2]), (3, 4, [3] * 5), (4, 3, [4] * 5), (1, 8, [5])])
+def test_a_request_of_an_evaluation_has_as_many_completions_as_one_of_the_rollout(samples, size, requests):
+    """Each completion has the seed that it has in a request of its own."""
+    worker = make_worker(engine := FakeEngine(), FakeRewards(), rollout={"group_size": size}, eval={"samples": samples})
+    worker._held_out = [Problem(str(number), f"{number}", "x") for number in range(5)]
+    completions = worker.evaluate(5).completions_B
+    assert sorted(engine.requests, reverse=True) == requests
+    assert [member.problem.id for member in completions] == [str(number) for number in range(5) for _ in range(samples)]
+    assert [member.text for member in completions] == [*"abcd"[:samples]] * 5
+    assert {sampling.seed for sampling in engine.sampling} == {derive_seed(0, 5, "eval", index) for index in range(5 * samples)}
 
 
 class Scripted(FakeRewards):

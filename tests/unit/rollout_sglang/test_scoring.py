@@ -59,8 +59,11 @@ def serving(config):
         thread.join()
 
 
-def ask(client, handles):
-    return client.post(scoring.SCORE, content=plain.dump((handles, PROBLEM)))
+OTHER = Problem("q", "4+4=", "8")
+
+
+def ask(client, handles, of_other=()):
+    return client.post(scoring.SCORE, content=plain.dump([(handles, PROBLEM), (of_other, OTHER)]))
 
 
 def test_the_verdicts_are_those_of_rank_0(store):
@@ -72,6 +75,8 @@ def test_the_verdicts_are_those_of_rank_0(store):
     with serving(config) as client:
         scored = scoring.SCORED.validate_python(ask(client, handles).json())
         texts = client.post(scoring.TEXTS, json=handles[::-1]).json()
+        of_both = scoring.SCORED.validate_python(ask(client, handles[:2], handles[:2]).json())
+    assert [each.reward.correct for each in of_both] == [True, False, False, True], "a request may have several problems"
     assert [each.reward for each in scored] == expected and [reward.correct for reward in expected] == [True, False, False, True]
     assert [each.unfinished for each in scored] == [False, False, True, False]
     assert [each.thought_share for each in scored] == [14 / 30, 0.0, 8 / 15, 0.0]
