@@ -19,6 +19,7 @@ from megatron_rl.kernels.device_copy import copy_to_device
 
 _EMPTY, _NOT_DRAWN = torch.empty(0), torch.tensor([-1.0, math.nan], dtype=torch.float64)
 _OPTIONAL_FIELDS = ("values", "returns", "teacher_logprobs")
+_COLUMNS = ("old_logprobs", "reference_logprobs", "high_covariance", "importance_weights", "draws")
 _FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights", "high_covariance")
 
 
@@ -155,26 +156,35 @@ class MicroBatches:
             **{name: torch.zeros(shape) if has else _EMPTY for name, has in self._has.items()},
             **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
         )
-        for index, start in zip(indices, accumulate(lengths, initial=0), strict=False):
-            sample = samples[index]
-            ids, first = sample.ids, self._first_indices[index]
-            end = start + sample.length - 1
-            row.tokens[0, start:end] = ids[:-1]
-            row.targets[0, start:end] = ids[1:]
-            row.token_indices[0, start:end] = torch.arange(first, first + sample.length - 1)
-            sampled = (0, start + sample.target_positions if len(sample.response_mask) else slice(start + len(sample.prompt_ids) - 1, end))
-            row.mask[sampled] = 1.0
-            row.advantages[sampled] = sample.token_advantages if len(sample.token_advantages) else sample.advantage
-            row.loss_weights[sampled] = sample.loss_weight
-            row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
-            if sample.kept_tokens is not None and most_kept:
-                row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
-            if len(sample.draws):
-                row.draws[sampled] = sample.draws
-            for name in ("old_logprobs", "reference_logprobs", "high_covariance", *_OPTIONAL_FIELDS):
-                if (values := getattr(sample, name)).numel():
-                    getattr(row, name)[sampled] = values.float()
+        if indices:
+            self._fill(row, [samples[index] for index in indices])
         return row
+
+    def _fill(self, row: MicroBatch, samples: list[TrainingSample]) -> None:
+        """Write the values of a row's samples, all samples at once."""
+        places = torch.tensor([sample.length - 1 for sample in samples])
+        owner, number = torch.repeat_interleave(places), torch.arange(int(places.sum()))  # each position's sample, and positions in order
+        starts = torch.tensor([*accumulate(row.lengths, initial=0)][: len(samples)])
+        first, before = torch.tensor([self._first_indices[index] for index in row.sample_indices]), places.cumsum(0) - places
+        ids = torch.cat([part for sample in samples for part in (sample.prompt_ids, sample.response_ids)]).long()
+        in_row = number + (starts - before)[owner]
+        row.tokens[0, in_row], row.targets[0, in_row] = ids[number + owner], ids[number + owner + 1]
+        row.token_indices[0, in_row] = number + (first - before)[owner]
+        targets, counts = row.find_targets(self._samples), torch.tensor([sample.sampled_count for sample in samples])
+        row.mask[0, targets] = row.importance_weights[0, targets] = 1.0
+        for name in ("loss_weight", "advantage"):
+            values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32)
+            getattr(row, f"{name}s")[0, targets] = values.repeat_interleave(counts)
+        columns = {name: [getattr(sample, name) for sample in samples] for name in (*_COLUMNS, *_OPTIONAL_FIELDS)}
+        columns["advantages"] = [sample.token_advantages for sample in samples]
+        if most_kept := row.kept_tokens.shape[-1]:
+            kept = [sample.kept_tokens for sample in samples]
+            columns["kept_tokens"] = [_EMPTY if tokens is None else pad_kept_tokens(tokens, most_kept) for tokens in kept]
+        for name, parts in columns.items():
+            known = torch.tensor([part.numel() > 0 for part in parts])
+            if known.any():
+                into = getattr(row, name)
+                into[0, targets[known.repeat_interleave(counts)]] = torch.cat([part for part in parts if part.numel()]).to(into.dtype)
 
 
 def make_micro_batches(

@@ -71,7 +71,7 @@ class TrainingSample:
         """Number of sampled tokens, A."""
         if self.remote is not None:
             return self.remote.tokens
-        return int(self.response_mask.sum()) if len(self.response_mask) else len(self.response_ids)
+        return int(self.response_mask.sum()) if self.response_mask.numel() else self.response_ids.numel()
 
     @property
     def advantages(self) -> torch.Tensor:
@@ -81,5 +81,5 @@ class TrainingSample:
     @property
     def target_positions(self) -> torch.Tensor:
         """Positions that predict the sampled tokens, int64 [A]: position t predicts token t + 1."""
-        positions = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
-        return positions[self.response_mask] if len(self.response_mask) else positions
+        positions = torch.arange(self.prompt_ids.numel() - 1, self.length - 1)
+        return positions[self.response_mask] if self.response_mask.numel() else positions

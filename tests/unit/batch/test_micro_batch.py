@@ -180,6 +180,41 @@ def test_kept_tokens_are_placed_at_their_target():
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 7)), max_size=6)
+COLUMNS = {"old_logprobs": 0.0, "reference_logprobs": 0.0, "values": 0.0, "returns": 0.0, "teacher_logprobs": 0.0, "importance_weights": 1.0}
+
+
+@given(SHAPES, st.sets(st.sampled_from(["mask", "kept"])), st.sets(st.sampled_from([*COLUMNS, "token_advantages", "draws"])), st.integers(1, 2))
+def test_a_row_holds_the_values_of_each_sample_at_its_own_targets(shapes, with_columns, names, context):
+    """Every column may be missing from some samples."""
+    samples, numbers = make_samples(shapes, with_columns), torch.Generator().manual_seed(0)
+    for index, sample in enumerate(samples):
+        for place, name in enumerate(sorted(names)):
+            if (index + place) % 3:
+                shape = (sample.sampled_count, 2) if name == "draws" else (sample.sampled_count,)
+                setattr(sample, name, torch.rand(*shape, generator=numbers, dtype=torch.float64 if name == "draws" else torch.float32))
+    firsts = [sum(sample.length - 1 for sample in samples[:index]) for index in range(len(samples))]
+    for batch in make_micro_batches(samples, 17, cp_size=context):
+        start, known = 0, torch.zeros_like(batch.mask)
+        for index, length in zip(batch.sample_indices, batch.lengths, strict=False):
+            sample, own = samples[index], start + samples[index].target_positions
+            positions = slice(start, start + sample.length - 1)
+            assert batch.token_indices[0, positions].tolist() == list(range(firsts[index], firsts[index] + sample.length - 1))
+            assert batch.tokens[0, positions].equal(sample.ids[:-1].long()) and batch.targets[0, positions].equal(sample.ids[1:].long())
+            assert (batch.loss_weights[0, own] == sample.loss_weight).all() and batch.advantages[0, own].equal(sample.advantages)
+            for name, default in COLUMNS.items():
+                if len(values := getattr(sample, name)) or len(getattr(batch, name)):
+                    assert getattr(batch, name)[0, own].equal(values if len(values) else torch.full((len(own),), default)), name
+            if len(batch.draws):
+                assert not len(own) or len(sample.draws) == 0 or batch.draws[0, own].equal(sample.draws)
+                assert len(sample.draws) or (batch.draws[0, own, 0] == -1).all()
+            if len(batch.kept_tokens):
+                kept = sample.kept_tokens
+                ids = [[]] * len(own) if kept is None else [part.tolist() for part in np.split(kept.ids, kept.counts.cumsum()[:-1])][: len(own)]
+                assert [[number for number in row if number >= 0] for row in batch.kept_tokens[0, own].tolist()] == ids
+            known[0, own], start = 1.0, start + length
+        assert batch.mask.equal(known) and not batch.advantages[known == 0].any() and not batch.importance_weights[known == 0].any()
+        unused = [name for name in ("tokens", "targets") for place in range(start, len(batch.tokens[0])) if getattr(batch, name)[0, place]]
+        assert not unused and (batch.token_indices >= 0).sum() == sum(samples[index].length - 1 for index in batch.sample_indices)
 
 
 @given(SHAPES, st.sets(st.sampled_from(["mask", "experts", "wide experts", "kept", "lags"])), st.integers(1, 400))
