@@ -52,23 +52,23 @@ class SampleBytes:
         header = _HEADER.dump_json(_Header(len(samples), [_describe(column) for column in parts], [sample.remote for sample in samples]))
         head = len(header).to_bytes(8, "little") + header + rows.tobytes()
         head += bytes(round_up(len(head), _ALIGNMENT) - len(head))
-        flat = (part.contiguous().view(-1).view(torch.uint8) for column in parts for part in column if part.numel())
-        self._parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *flat]
+        flat = (part.contiguous().numpy().reshape(-1).view(np.uint8) for column in parts for part in column if part.numel())
+        self._parts = [np.frombuffer(head, np.uint8), *flat]  # NumPy cuts thousands of small arrays several times as fast as torch
         self.total = sum(map(len, self._parts))  # total number of bytes
 
     def iterate(self, piece_bytes: int) -> Iterator[torch.Tensor]:
         """Yield the bytes in pieces, uint8 [`piece_bytes`], the last may be shorter. Every piece reuses the same memory."""
-        piece, filled = torch.empty(min(piece_bytes, self.total), dtype=torch.uint8), 0
+        piece, filled = np.empty(min(piece_bytes, self.total), np.uint8), 0
         for part in self._parts:
             while len(part):
                 taken = min(len(part), len(piece) - filled)
                 piece[filled : filled + taken] = part[:taken]
                 part, filled = part[taken:], filled + taken
                 if filled == len(piece):
-                    yield piece
+                    yield torch.from_numpy(piece)
                     filled = 0
         if filled:
-            yield piece[:filled]
+            yield torch.from_numpy(piece[:filled])
 
 
 def read_samples(data: torch.Tensor) -> list[TrainingSample]:

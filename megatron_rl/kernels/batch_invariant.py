@@ -87,6 +87,14 @@ def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: tor
         return function(append_zeros(rows, -2, MIN_ROWS - len(rows)))[: len(rows)].unflatten(0, x.shape[:-1])
 
 
+def run_products_in_parts(products: Callable[[slice], object], length: int) -> None:
+    """Call `products` with the slices of `threads.run_in_parts`, or once within `bf16_operands`, whose products run in all threads."""
+    if _backend.fp32_precision == "bf16":
+        products(slice(length))
+    else:
+        threads.run_in_parts(products, length, 1)
+
+
 def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Call `apply_with_min_rows` for a `product` of rows `[T, K]` with a matrix, in tiles if BF16 requires them."""
     if x.is_cuda or x.dtype != torch.bfloat16 or x.shape[-1] < SPLIT_SUM:

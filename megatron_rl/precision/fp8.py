@@ -77,9 +77,11 @@ def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
 
 def round_trip_128x1(x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return the float32 values of Q_128x1(x), with groups of 128 along the first dimension of x `[T, K]`, any T."""
-    length = x.shape[0]
-    groups = append_zeros(x, -2, -length % BLOCK).unflatten(0, (-1, BLOCK))
-    return _round_trip(groups, 1, scale_format).flatten(0, 1)[:length]
+    values, whole = torch.empty(x.shape, device=x.device), len(x) // BLOCK * BLOCK
+    _round_trip(x[:whole].unflatten(0, (-1, BLOCK)), 1, scale_format, values[:whole].unflatten(0, (-1, BLOCK)))
+    if whole < len(x):
+        _round_trip(x[None, whole:], 1, scale_format, values[None, whole:])  # zeros would not change the largest magnitude
+    return values
 
 
 def round_trip_rows(x: torch.Tensor, scale_format: str) -> torch.Tensor:
@@ -98,16 +100,15 @@ def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
     return values.add_(magic).sub_(magic)
 
 
-def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tensor:
-    """Return the quantized float32 values of 3-dimensional `groups` along `dim`; on a CPU, in parts that fit in a core's cache."""
-    values = torch.empty_like(groups, dtype=torch.float32)
+def _round_trip(groups: torch.Tensor, dim: int, scale_format: str, values: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the quantized float32 values of 3-dimensional `groups` along `dim`, in `values` if given; on a CPU, in parts that fit in a
+    core's cache."""
+    values = torch.empty_like(groups, dtype=torch.float32) if values is None else values
     if groups.is_cuda:
         _round_trip_part(groups, dim, scale_format, values)
         return values
     rows = max(1, _VALUES_IN_CACHE // max(groups[:1].numel(), 1))
 
-    @torch.inference_mode(torch.is_inference_mode_enabled())  # modes belong to a thread
-    @torch.no_grad()
     def quantize(own: slice) -> None:
         for part, into in zip(groups[own].split(rows), values[own].split(rows), strict=True):
             _round_trip_part(part, dim, scale_format, into)

@@ -39,16 +39,17 @@ def all_threads() -> AbstractContextManager[None]:
 
 
 def run_in_parts(function: Callable[[slice], object], length: int, unit: int) -> None:
-    """Call `function` with slices of range(length), at most one per thread, and run operators single-threaded within. Slices start at
-    multiples of `unit` and are at least `unit` long, unless there is only one slice."""
+    """Call `function` with slices of range(length), at most one per thread, and run operators single-threaded and without gradient within.
+    Slices start at multiples of `unit` and are at least `unit` long, unless there is only one slice."""
     units = length // unit
     parts = min(_count_all_threads(), units)
+    run = torch.inference_mode(torch.is_inference_mode_enabled())(torch.no_grad()(function))  # modes belong to a thread
     if parts <= 1:
-        function(slice(length))
+        run(slice(length))
         return
     starts = [unit * (units * part // parts) for part in range(parts)]
     with single_threaded():
-        list(_pool(parts).map(function, map(slice, starts, [*starts[1:], length])))
+        list(_pool(parts).map(run, map(slice, starts, [*starts[1:], length])))
 
 
 @functools.cache

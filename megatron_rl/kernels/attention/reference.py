@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.precision.threads import run_in_parts
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,14 @@ class _PackedCausalAttention(torch.autograd.Function):
         ctx.groups, ctx.scale, ctx.window = groups, scale, window = options
         result = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
-            last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
-            q, k, v = (group.gather(x) for x in (query, key, value))
-            group.scatter(batch_invariant.attention(q, k, v, last, scale, sinks, window), result)
+
+            def attend(own: slice, group: LengthGroup = group) -> None:
+                part = LengthGroup(group.positions[own], group.valid[own])
+                last = torch.arange(part.positions.shape[1]).expand(part.positions.shape)
+                q, k, v = (part.gather(x) for x in (query, key, value))
+                part.scatter(batch_invariant.attention(q, k, v, last, scale, sinks, window), result)
+
+            run_in_parts(attend, len(group.positions), 1)
         return result
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.kernels import with_kernel
-from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operands
+from megatron_rl.kernels.batch_invariant import apply_with_min_rows, bf16_operands, run_products_in_parts
 from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 
 MAX_VOCABULARY_PARTS = 64
@@ -46,18 +46,30 @@ def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `multiply` of float32 x. Threads share the tiles of many rows, each of which has the bits of one thread."""
+
     def multiply_rows(rows: torch.Tensor) -> torch.Tensor:
-        tiles = rows.tensor_split(max(len(rows) // _TILE_ROWS, 1))
-        parts = _cut_columns(weight) if len(rows) > _FEW_ROWS else [weight]
-        return torch.cat([torch.cat([_multiply_node(tile, part) for tile in tiles]) for part in parts], 1)
+        if len(rows) <= _FEW_ROWS:
+            return _multiply_node(rows, weight)
+        result, count = rows.new_empty(len(rows), len(weight)), max(len(rows) // _TILE_ROWS, 1)
+        tiles = [*zip(rows.detach().tensor_split(count), result.tensor_split(count), strict=True)]
+        for columns, part in _cut_columns(weight.detach()):
+
+            def multiply_tiles(own: slice, columns: slice = columns, part: torch.Tensor = part) -> None:
+                for tile, into in tiles[own]:
+                    into[:, columns] = _multiply_node(tile, part)
+
+            run_products_in_parts(multiply_tiles, count)
+        return result
 
     return apply_with_min_rows(multiply_rows, x)
 
 
-def _cut_columns(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the float32 weights of tiles of at least `_TILE_COLUMNS` results."""
+def _cut_columns(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Return tiles of at least `_TILE_COLUMNS` results with their float32 weights."""
     starts = range(0, len(weight), _TILE_COLUMNS)[: max(len(weight) // _TILE_COLUMNS, 1)]
-    return (weight[start:end].float() for start, end in zip(starts, [*starts[1:], len(weight)], strict=True))
+    slices = map(slice, starts, [*starts[1:], len(weight)])
+    return ((columns, weight[columns].float()) for columns in slices)
 
 
 def _multiply_node(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
