@@ -80,8 +80,8 @@ def add_routes(app: Any, scorer: Scorer) -> None:
 
 
 def score_task(task: bytes, scorer: Scorer) -> bytes:
-    """Score completions in the store. `task`: the handles of those of each problem, and the problem. Return JSON of `SCORED`. Raise RunError
-    if one was dropped, or if workers cannot be started."""
+    """Score completions in the store. `task`: pairs of handles and their problem. Return JSON of `SCORED`. Raise RunError if one was
+    dropped, or if workers cannot be started."""
     pairs = [(handle, problem) for handles, problem in plain.load(task, [Problem]) for handle in handles]
     kept_B, problems_B = _get([handle for handle, _ in pairs]), [problem for _, problem in pairs]
     lengths_B = [len(kept.answer.ids) // IDS.itemsize for kept in kept_B]

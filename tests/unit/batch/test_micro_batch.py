@@ -180,10 +180,19 @@ def test_kept_tokens_are_placed_at_their_target():
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 7)), max_size=6)
-COLUMNS = {"old_logprobs": 0.0, "reference_logprobs": 0.0, "values": 0.0, "returns": 0.0, "teacher_logprobs": 0.0, "importance_weights": 1.0}
+COLUMNS = {
+    "old_logprobs": 0.0,
+    "reference_logprobs": 0.0,
+    "values": 0.0,
+    "returns": 0.0,
+    "teacher_logprobs": 0.0,
+    "importance_weights": 1.0,
+}
 
 
-@given(SHAPES, st.sets(st.sampled_from(["mask", "kept"])), st.sets(st.sampled_from([*COLUMNS, "token_advantages", "draws"])), st.integers(1, 2))
+@given(
+    SHAPES, st.sets(st.sampled_from(["mask", "kept"])), st.sets(st.sampled_from([*COLUMNS, "token_advantages", "draws"])), st.integers(1, 2)
+)
 def test_a_row_holds_the_values_of_each_sample_at_its_own_targets(shapes, with_columns, names, context):
     """Every column may be missing from some samples."""
     samples, numbers = make_samples(shapes, with_columns), torch.Generator().manual_seed(0)
@@ -208,9 +217,10 @@ def test_a_row_holds_the_values_of_each_sample_at_its_own_targets(shapes, with_c
                 assert not len(own) or len(sample.draws) == 0 or batch.draws[0, own].equal(sample.draws)
                 assert len(sample.draws) or (batch.draws[0, own, 0] == -1).all()
             if len(batch.kept_tokens):
-                kept = sample.kept_tokens
-                ids = [[]] * len(own) if kept is None else [part.tolist() for part in np.split(kept.ids, kept.counts.cumsum()[:-1])][: len(own)]
-                assert [[number for number in row if number >= 0] for row in batch.kept_tokens[0, own].tolist()] == ids
+                tokens, found = sample.kept_tokens, batch.kept_tokens[0, own]
+                counts = np.zeros(len(own)) if tokens is None else tokens.counts
+                assert (found >= 0).sum(-1).tolist() == counts.tolist()
+                assert tokens is None or found[found >= 0].tolist() == tokens.ids.tolist()
             known[0, own], start = 1.0, start + length
         assert batch.mask.equal(known) and not batch.advantages[known == 0].any() and not batch.importance_weights[known == 0].any()
         unused = [name for name in ("tokens", "targets") for place in range(start, len(batch.tokens[0])) if getattr(batch, name)[0, place]]

@@ -2,13 +2,17 @@
 
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.attention import reference as attention
+from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision import threads
+from megatron_rl.precision.fp8 import round_trip_128x1
 
 
 @pytest.fixture
@@ -35,6 +39,37 @@ def test_a_large_product_has_the_same_bits_however_many_threads_share_it(lent, m
     assert all(map(torch.equal, shared, alone)) and torch.equal(linear, alone[-1]) and not shared[0].requires_grad
     recorded = batch_invariant.invariant_matmul(x, weight)
     assert torch.equal(recorded, alone[-1]) and recorded.requires_grad
+
+
+def test_tree_products_attention_and_quantized_values_have_the_bits_of_one_thread(lent, monkeypatch):
+    """Also of tensors that require a gradient, and in inference mode. The last group of tokens is partial."""
+    generator, ran = torch.Generator().manual_seed(0), list[int]()
+    x, weight = (torch.randn(rows, 512, generator=generator).requires_grad_() for rows in (1700, 600))
+    lengths = [5, 31, 33, 70, 20, 32]
+    heads = [torch.randn(sum(lengths), 2, 64, generator=generator).requires_grad_() for _ in range(3)]
+    whole = threads.run_in_parts
+
+    def compute() -> list[torch.Tensor]:
+        attended = attention.grouped_attention(*heads, attention.group_by_length(lengths))
+        padded = F.pad(x.detach(), (0, 0, 0, -len(x) % 128))
+        return [tree.multiply(x, weight), attended, round_trip_128x1(x.detach(), "pow2"), round_trip_128x1(padded, "pow2")]
+
+    def count(*arguments: Any) -> None:
+        ran.append(threads._count_all_threads())
+        whole(*arguments)
+
+    for module in (attention, threads):
+        monkeypatch.setattr(module, "run_in_parts", count)
+    shared = compute()
+    with torch.inference_mode():
+        served = compute()
+    gradients = torch.autograd.grad(shared[1].sum(), heads)
+    monkeypatch.setattr(threads, "_thread_counts", [])
+    alone = compute()
+    assert {3, 1} == {*ran} and ran.count(1) * 2 == ran.count(3) and not shared[0].requires_grad
+    assert all(map(torch.equal, shared, alone)) and all(map(torch.equal, served, alone))
+    assert torch.equal(alone[2], alone[3][: len(x)]), "zeros change no group of tokens"
+    assert all(map(torch.equal, gradients, torch.autograd.grad(alone[1].sum(), heads)))
 
 
 def test_parts_cover_the_whole_once_and_run_alone(lent):
