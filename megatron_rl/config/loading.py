@@ -46,6 +46,9 @@ def make_config(table: dict[str, Any], overrides: Sequence[str], root: type[Conf
     """Apply overrides to the sections of a configuration and validate the result. Raise UserError as `load_config` does."""
     table = apply_overrides(table, overrides)
     _refuse_secrets(table)
+    for field, value in flatten(table).items():
+        if value == "" and (info := find_field(field, root)) and Path in (info.annotation, *typing.get_args(info.annotation)):
+            raise UserError(field, value, "is empty", "name a file or folder, or `.` for the working folder")
     try:  # from JSON even a strict model accepts a string as Path and a list as tuple
         return root.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:

@@ -23,6 +23,7 @@ _DESCRIPTIONS = (_CONFIG, "hf_quant_config.json", "quantize_config.json", "quant
 """Files that describe the weights beside them. A copy has weights in another format, which its config.json describes."""
 _OTHER_FOLDERS = (_CONFIG, "adapter_config.json", "run.json", "state.json")  # mark a subfolder as another model, a run, or a checkpoint
 DOCUMENTS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".mp4")
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_BYTES = 128 << 20  # the largest known tokenizer file has 34 MB
 
 
@@ -79,6 +80,15 @@ def list_kept_files(folder: Path, field: str = "model.path") -> list[Path]:
         if not os.access(file, os.R_OK):
             raise UserError(field, str(file), "cannot be read (Permission denied)", "check its permissions")
     return [file for file in kept if file.stat().st_size <= _MOST_BYTES]
+
+
+def refuse_pointers(folder: Path, field: str = "model.path") -> None:
+    """Raise UserError, naming `field`, if a file of a checkpoint folder is the pointer that a clone without Git LFS leaves in its place."""
+    for file in sorted(folder.glob("*")):
+        if not file.name.startswith(".") and os.path.isfile(file) and file.stat().st_size < 1024 and os.access(file, os.R_OK):
+            with file.open("rb") as stream:
+                if stream.read(len(_POINTER)) == _POINTER:
+                    raise UserError(field, str(file), "is a pointer of Git LFS instead of the file", "run `git lfs pull` in its folder")
 
 
 def list_large_files(folder: Path, field: str = "model.path") -> list[Path]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import list_kept_files, read_object
+from megatron_rl.hf.files import list_kept_files, read_object, refuse_pointers
 from parallel.families import ALIASES, FAMILIES
 
 _FIX = "add tokenizer.json and tokenizer_config.json of the original model"
@@ -24,6 +24,7 @@ def load_tokenizer(folder: Path, field: str = "model.path") -> PreTrainedTokeniz
     usable tokenizer, or its tokenizer has no end token."""
     if not os.path.isdir(folder):
         raise UserError(field, str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
+    refuse_pointers(folder, field)
     family = _check_configs(folder, field)
     _refuse_code(folder, field)
     try:

@@ -110,6 +110,8 @@ def test_sets_have_names_and_overrides_do_not_modify_the_given_table(load):
     ("[eval]\ntemperature = 0\nsamples = 2", "eval: the 2 samples of a problem would be identical at temperature 0; set samples = 1"),
     ("[train]\nlearning_rate = inf", "train.learning_rate = inf: must be a finite number; the default is 1e-06"),
     ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
+    ("[log]\ndir = ''", "log.dir = '': is empty; name a file or folder, or `.` for the working folder"),
+    ("[sync]\ndir = ''", "sync.dir = '': is empty..."),
     ("[data]\nsettings = 3", "data.settings = 3: must be a table"),
     ("[[data.eval]]\nsource = 'a'\nsettings = {x = 1}", "data.eval.0: settings only apply to a custom source (module:attribute), a..."),
     ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
@@ -152,6 +154,7 @@ def test_a_mistake_in_an_override_is_one_line(mistake, overrides, line):
 
 def test_missing_required_keys_toml_syntax_errors_and_unreadable_files(mistake, tmp_path):
     assert mistake("") == "model: is required; add a table [model] with path"
+    assert mistake("[model]\npath = ''") == "model.path = '': is empty; name a file or folder, or `.` for the working folder"
     assert mistake("[model]\n") == "model.path: is required; add `path = ...` under [model]"
     for text, line in (("[model]\npath = \n", 2), ("[model]\npath = 'a'\npath = 'b'\n", 3), ("[model]\nx = [1,", 2)):
         assert mistake(text).startswith(f"{tmp_path}/run.toml, line {line}: not valid TOML: ")

@@ -222,6 +222,14 @@ def test_what_tokenizer_json_and_its_settings_say_is_what_is_loaded(make_model):
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00001-of-00002.safetensors"])
+def test_a_pointer_in_place_of_a_file_is_refused(make_model, name):
+    folder = make_model()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match=f"model.path = '.*/{name}': is a pointer of Git LFS instead of the file; run `git lfs pull`"):
+        load_tokenizer(folder)
+
+
 def test_a_stop_text_may_be_a_special_token(make_model):
     tokenizer = load_tokenizer(make_model("$A"))
     ids = tokenizer.encode(f" a{BOS}", add_special_tokens=False)
