@@ -51,6 +51,7 @@ def _add(family, architecture, trained, served):
 _HEADS_OF_64 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": LLAMA3}, {"mlp_bias": False})
+_add("mistral", "MistralForCausalLM", {"head_dim": 128, "sliding_window": None}, {"sliding_window": None})
 _add("qwen2", "Qwen2ForCausalLM", _HEADS_OF_64 | {"tie_word_embeddings": True}, {"use_sliding_window": False})
 _add("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, {"num_hidden_layers": 2, "use_sliding_window": False})
 
@@ -113,6 +114,10 @@ _add(
     ARCHITECTURES["deepseek_v32"] | _GLM_5 | {"model_type": "glm_moe_dsa"},
     ENGINE_ARCHITECTURES["deepseek_v32"] | _GLM_5 | {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"]},
 )
+_FLASH = {name: value for name, value in _DEEPSEEK.items() if name not in ("moe_layer_freq", "scoring_func")} | {
+    "qk_nope_head_dim": 192, "v_head_dim": 256, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+}  # fmt: skip
+_add("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _FLASH, _FLASH | {"num_hidden_layers": 2, "head_dim": 64})
 _GLM4_MOE = {name: value for name, value in _DEEPSEEK.items() if not any(part in name for part in ("lora", "_head_dim", "eps"))} | {
     "num_key_value_heads": 2,
     "head_dim": 128,
