@@ -1,0 +1,130 @@
+"""Nodes of a cluster on this machine: namespaces of network, mounts, IPC, and host names, joined by a bridge in a namespace of its own.
+
+Each node has an address, a host name that its hosts file maps to 127.0.1.1 as Debian does, a loopback interface, /tmp, and /dev/shm of its
+own. The repository and one folder are shared, as a cluster's file system is. Processes have one numbering, so tests can count and end them.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from support.processes import ROOT, Command, end, one_thread_environment, until
+
+_NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
+_PARTS = ("net", "mnt", "uts", "ipc")
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    address: str
+    pid: int  # of the process that keeps the namespaces
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Return the words before a command that let it run on this node."""
+        return ("nsenter", f"--target={self.pid}", *_NAMESPACES)
+
+    def start(self, folder: Path, *arguments: object, **variables: str) -> Command:
+        """Start `python -m ARGUMENTS` on this node, with its output in a folder that this machine can read."""
+        words = [*self.prefix, sys.executable, "-m", *map(str, arguments)]
+        return Command(folder, args=words, env=one_thread_environment() | variables)
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run([*self.prefix, *words], capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout
+
+    def list_processes(self) -> list[psutil.Process]:
+        """Return the processes on this node, without the one that keeps it."""
+        own, found = os.stat(f"/proc/{self.pid}/ns/net").st_ino, []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                if process.pid != self.pid and os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:
+                    found.append(process)
+        return found
+
+    def list_files(self) -> list[str]:
+        """Return the files below /tmp and /dev/shm, without the mounts of what is shared."""
+        return self.run("find", "/tmp", "/dev/shm", "-xdev", "-type", "f").split()
+
+    def cut(self, down: bool = True) -> None:
+        """Take the node's cable out, or put it back."""
+        self.run("ip", "link", "set", "eth0", "down" if down else "up")
+
+
+class Cluster:
+    """Context manager of some nodes, which removes them with all their processes. Raise OSError where namespaces are not allowed.
+
+    Args:
+        count: Number of nodes.
+        shared: A folder that all nodes see at its own path.
+    """
+
+    def __init__(self, count: int, shared: Path) -> None:
+        self._count, self._shared = count, shared
+        self._keepers: list[subprocess.Popen[bytes]] = []
+        self.nodes: list[Node] = []
+
+    def __enter__(self) -> list[Node]:
+        try:
+            bridge = self._keep(["--net"], "ip link add name bridge type bridge && ip link set bridge up")
+            addresses = [f"10.214.{os.getpid() % 250}.{number + 1}" for number in range(self._count)]
+            for number, address in enumerate(addresses):
+                others = [f"{other} node{index}" for index, other in enumerate(addresses) if index != number]
+                hosts = self._shared / f"hosts{number}"
+                hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
+                pid = self._keep(_NAMESPACES, self._prepare(number, hosts))
+                node = Node(f"node{number}", address, pid)
+                port = ["name", f"port{number}", "netns", str(bridge)]
+                node.run("ip", "link", "add", "name", "eth0", "type", "veth", "peer", *port)
+                into = ["nsenter", f"--target={bridge}", "--net"]
+                subprocess.run([*into, "ip", "link", "set", f"port{number}", "master", "bridge", "up"], check=True, capture_output=True)
+                for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):
+                    node.run("ip", *words)
+                self.nodes.append(node)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, subprocess.SubprocessError | AssertionError):
+                raise OSError(f"namespaces are not allowed here: {error}") from error
+            raise
+        return self.nodes
+
+    def __exit__(self, *_: object) -> None:
+        end([process for node in self.nodes for process in node.list_processes()])
+        for keeper in self._keepers:  # the kernel removes namespaces, cables, and mounts with the last process
+            keeper.kill()
+            keeper.wait()
+
+    def _keep(self, namespaces: "list[str] | tuple[str, ...]", script: str) -> int:
+        """Return the process that keeps new namespaces, after a script has run in them."""
+        ready = self._shared / f"ready{len(self._keepers)}"
+        code = f"set -e; {script}; touch {shlex.quote(str(ready))}; exec sleep 86400"
+        keeper = subprocess.Popen(["unshare", *namespaces, "sh", "-c", code], stderr=subprocess.PIPE)
+        self._keepers.append(keeper)
+        until(lambda: ready.exists() or keeper.poll() is not None, 60, "namespaces")
+        if keeper.poll() is not None:
+            raise OSError(keeper.stderr.read().decode().strip() if keeper.stderr else "unshare failed")
+        return keeper.pid
+
+    def _prepare(self, number: int, hosts: Path) -> str:
+        """Return the script that gives a node its name and folders. What is shared may lie below /tmp, which is each node's own."""
+        shared = [shlex.quote(str(path)) for path in dict.fromkeys((ROOT, Path(sys.prefix), self._shared))]
+        save = [f"mkdir -p /mnt/{index}; mount --bind {path} /mnt/{index}" for index, path in enumerate(shared)]
+        restore = [f"mkdir -p {path}; mount --bind /mnt/{index} {path}; umount /mnt/{index}" for index, path in enumerate(shared)]
+        steps = [
+            "mount --make-rprivate /",
+            f"hostname node{number}",
+            f"mount --bind {shlex.quote(str(hosts))} /etc/hosts",
+            "mount -t tmpfs tmpfs /mnt",
+            *save,
+            "mount -t tmpfs tmpfs /tmp",
+            "mount -t tmpfs tmpfs /dev/shm",
+            *restore,
+        ]
+        return "; ".join(steps)
