@@ -95,7 +95,7 @@ def test_ranks_of_context_parallelism_tell_the_graph_of_one(worlds, model_folder
 def test_another_number_of_parts_of_row_parallel_sums_is_another_kernel(worlds, checkpoint):
     precision = {**FP8, "high": "bf16", "reduction": "ranks", "parts": 2}
     one, other = (worlds(1).call(read_trainer_graph, checkpoint, {**precision, "parts": parts})[0] for parts in (2, 4))
-    two = worlds(2).call(read_trainer_graph, checkpoint, precision, layout=Layout(tp=2))[0]
+    two = worlds(2).call(read_trainer_graph, checkpoint, precision, "", None, Layout(tp=2))[0]
     same, differing = ({each.operator: each.verdict for each in compare_kernels(each, one)} for each in (two, other))
     assert set(same.values()) == {"same kernel"}
     assert {name for name in same if differing[name] == "differs"} == {"layers 0..1: attention.output", "layers 0..1: mlp.down"}
