@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, MAX_TOKENS, ConfigSection
-from megatron_rl.config.hub import HUB_PREFIX
+from megatron_rl.config.hub import HUB_PREFIX, SPLIT_COLON
 from megatron_rl.config.reading import check_path
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
@@ -48,8 +48,8 @@ class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
-    """Path of a JSONL, JSON or Parquet file, a data set on the hub as `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT`, or your own source as
-    `module:attribute`."""
+    """Path of a JSONL, JSON or Parquet file (also `.jsonl.gz`, `.jsonl.zst`), a folder or a pattern of such files, a data set on the hub as
+    `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT`, with a slice such as `train[:1000]` if wanted, or your own source as `module:attribute`."""
     format: FormatName | None = None
     """Row format. Defaults to `data.format` if `columns` is not set either."""
     columns: ColumnsConfig | None = None
@@ -95,10 +95,10 @@ class DataSourceConfig(ConfigSection):
         if self.is_own:
             return self.source.replace(":", ".").rpartition(".")[2].lower()
         if self.source.startswith(HUB_PREFIX):
-            repository, *rest = self.source.removeprefix(HUB_PREFIX).split(":")
+            repository, *rest = SPLIT_COLON.split(self.source.removeprefix(HUB_PREFIX))
             return "/".join([Path(repository).name, *rest])
         path = (folder / self.source).absolute()
-        return f"{path.parent.name}/{path.stem}"
+        return f"{path.parent.name}/{Path(path.stem).stem if path.suffix in ('.gz', '.zst') else path.stem}"
 
 
 def _check_one_format(format: str | None, columns: ColumnsConfig | None) -> None:

@@ -9,6 +9,9 @@ from megatron_rl.errors import UserError
 HUB_PREFIX = "hf:"
 """Prefix of names of models and data sets on the hub."""
 
+SPLIT_COLON = re.compile(r":(?![^\[]*\])")
+"""A colon between the parts of a data set's name, not within a slice such as `train[:1000]`."""
+
 _MODEL = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@(\S+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -1,6 +1,7 @@
 """Checks the messages and tools of a row, and converts them to the form of chat templates.
 
     messages    [{"role": "user", "content": "1+1?"}, ...]; assistant messages may have tool_calls, tool messages tool_call_id and name
+                content may be a list of text parts, such as [{"type": "text", "text": "1+1?"}]
     tools       [{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}, ...]
 
 Tools and the arguments of a call may be JSON texts, which are used unchanged. Otherwise null fields are removed, because Parquet adds null
@@ -18,7 +19,8 @@ from megatron_rl.types import ChatMessage
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()  # columns about which `say_dropped` has warned
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")  # and developer, which is read as system
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXTS = ("reasoning_content", "name", "tool_call_id")
 """Text fields of a message, apart from role and content, that chat templates use."""
 
@@ -93,15 +95,27 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         found = ", ".join(map(str, message)) if isinstance(message, Mapping) else type(message).__name__
         raise RowError(f"the field {place} must have role and content, found {found}", "use a custom data.format, see docs/guides/data.md")
-    if message["role"] not in _ROLES:
+    role = "system" if message["role"] == "developer" else message["role"]
+    if role not in _ROLES:
         raise RowError(f"the field {place}.role must be one of {', '.join(_ROLES)}, not {message['role']!r:.40}")
-    result = {"role": message["role"], "content": read_text(message["content"], f"{place}.content")}
+    result = {"role": role, "content": _read_content(message["content"], f"{place}.content")}
     result |= {field: read_text(message[field], f"{place}.{field}") for field in _TEXTS if field in message}
     if calls:
         if message["role"] != "assistant" or not isinstance(calls, list):
             raise RowError(f"the field {place}.tool_calls must be a list, in an assistant message")
         result["tool_calls"] = [_read_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return result
+
+
+def _read_content(content: Any, place: str) -> str:
+    """Return the text of a message's content, which may be a list of text parts."""
+    if not isinstance(content, list):
+        return read_text(content, place)
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in _TEXT_PARTS or not isinstance(part, Mapping):
+            raise RowError(f"the field {place}[{index}] is of type {kind!r:.40}, and only text is supported", "remove this row")
+    return "".join(read_text(part.get("text"), f"{place}[{index}].text") for index, part in enumerate(content))
 
 
 def _read_call(call: Any, place: str) -> dict[str, Any]:

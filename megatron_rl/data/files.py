@@ -1,10 +1,12 @@
-"""Rows of a local file or of a Hugging Face hub data set, numbered from 1.
+"""Rows of local files or of a Hugging Face hub data set, numbered from 1.
 
-Files are JSONL (one object per line), JSON (one array of objects) or Parquet, recognized by name and first character. Hub data sets use
-`datasets`, as `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT`. Downloads are cached (HF_HOME, HF_DATASETS_CACHE) and then need no network
+Files are JSONL (one object per line), JSON (one array of objects) or Parquet, recognized by name and first character. JSON may be
+compressed (.gz, .zst). A folder or a pattern names several files, in the order of their names. Hub data sets use `datasets`, as
+`hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT`. Downloads are cached (HF_HOME, HF_DATASETS_CACHE) and then need no network
 (HF_HUB_OFFLINE=1). The folder of a local clone can replace OWNER/NAME. Data sets that run code are refused.
 """
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.hub import HUB_PREFIX
+from megatron_rl.config.hub import HUB_PREFIX, SPLIT_COLON
 from megatron_rl.data.columns import ArrowRows, JsonRows, RowColumns
 from megatron_rl.data.formats import RowError, parse_json
 from megatron_rl.errors import UserError
 
 SOURCE_FIX = "use a JSONL, JSON or Parquet file, a hub data set as hf:OWNER/NAME:SPLIT, or your own source as module:attribute"
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_FILE = re.compile(r"^[^.].*\.(parquet|jsonl?(\.gz|\.zst)?)$")
+_SHARD = re.compile(r"[-_.]?\d+(-of-\d+)?(?=\.(?:parquet|json))")
 _DECODED_ROWS = 1024  # rows of a Parquet file that are decoded at once
 
 
@@ -28,29 +33,74 @@ Row = tuple[int, object, Mapping[str, Any]]
 
 
 def read_file_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterator[Row]:
-    """Yield the rows of a file in order. In JSONL, the number is the line's; blank lines are skipped.
+    """Yield the rows of a file, or of all files of a folder or a pattern, in order. In JSONL, the number is the line's; blank lines are
+    skipped.
 
     Args:
         field: configuration field that named the file.
         keep: columns to keep for judges, or None for all.
 
     Raises:
-        UserError: The file is missing or unreadable, or a row is not JSON.
+        UserError: A file is missing or unreadable, a row is not JSON, or a folder holds several splits or lacks shards.
     """
-    if not os.path.isfile(path):
-        raise UserError(field, str(path), "is a folder" if os.path.isdir(path) else "does not exist", SOURCE_FIX)
+    if os.path.isfile(path):
+        yield from _read_rows(path, field, keep)
+        return
+    last = 0
+    for file in _list_shards(path, field):
+        before = last
+        for number, row, kept in _read_rows(file, field, keep):
+            last = before + number
+            yield last, row, kept
+
+
+def _list_shards(path: Path, field: str) -> list[Path]:
+    """Return the files of a folder or a pattern. Raise UserError unless they are one split."""
+    if not os.path.isdir(path):
+        if not glob.has_magic(str(path)):
+            raise UserError(field, str(path), "does not exist", SOURCE_FIX)
+        if not (found := sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if os.path.isfile(file))):
+            raise UserError(field, str(path), "is a pattern that matches no file", SOURCE_FIX)
+        return found
+    found = sorted(file for file in path.iterdir() if _FILE.search(file.name) and os.path.isfile(file))
+    splits = {_SHARD.sub("", file.name) for file in found}
+    if len(splits) != 1:
+        rule = (
+            f"is a folder with files of {len(splits)} sets ({', '.join(sorted(splits)[:4])})" if found else "is a folder without data files"
+        )
+        raise UserError(field, str(path), rule, f"name one file, or a pattern such as {path}/train-*.parquet" if found else SOURCE_FIX)
+    wanted = re.search(r"-of-(\d+)", found[0].name)
+    if wanted and int(wanted[1]) != len(found):
+        raise UserError(field, str(path), f"is a folder with {len(found)} of {int(wanted[1])} shards", "complete it, or write a pattern")
+    return found
+
+
+def _read_rows(path: Path, field: str, keep: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of one file."""
     try:
         if path.suffix == ".parquet":
             yield from _read_parquet_rows(path, field, keep)
             return
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", SOURCE_FIX) from None
-    if path.suffix not in (".json", ".jsonl") and content.lstrip()[:1] not in (b"", b"{", b"["):  # .csv, .xlsx, .gz
-        raise UserError(field, str(path), "is neither JSON nor Parquet", SOURCE_FIX)
+        content = _read_bytes(path).removeprefix(b"\xef\xbb\xbf")
+    except (OSError, ValueError) as error:  # Arrow's own errors are ValueErrors
+        raise UserError(field, str(path), f"cannot be read ({getattr(error, 'strerror', '') or error})", SOURCE_FIX) from None
+    whole, path = path, path.with_suffix("") if path.suffix in _COMPRESSIONS else path
+    if path.suffix not in (".json", ".jsonl") and content.lstrip()[:1] not in (b"", b"{", b"["):  # .csv, .xlsx
+        raise UserError(field, str(whole), "is neither JSON nor Parquet", SOURCE_FIX)
     kept = JsonRows()
     for number, row in _parse_rows(content, path, field):
         yield number, row, kept.append(select_columns(row, keep)) if isinstance(row, Mapping) else {}
+
+
+def _read_bytes(path: Path) -> bytes:
+    """Return the content of a file, decompressed by its suffix. Raise OSError or ValueError."""
+    if path.suffix not in _COMPRESSIONS:
+        return path.read_bytes()
+    import pyarrow
+
+    with pyarrow.input_stream(str(path), compression=_COMPRESSIONS[path.suffix]) as stream:
+        content: bytes = stream.read()
+    return content
 
 
 def select_columns(row: Mapping[str, Any], keep: Sequence[str] | None) -> Mapping[str, Any]:
@@ -177,7 +227,7 @@ def read_hub_rows(source: str, field: str, keep: Sequence[str] | None) -> Iterat
 
     Raise UserError if the name is malformed or the data set, configuration or split cannot be loaded.
     """
-    name, *rest = source.removeprefix(HUB_PREFIX).split(":")
+    name, *rest = SPLIT_COLON.split(source.removeprefix(HUB_PREFIX))
     if not name or len(rest) not in (1, 2) or not all(rest):
         rule = "is not of the form hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG:SPLIT"
         raise UserError(field, source, rule, "write for example hf:openai/gsm8k:main:train")

@@ -19,6 +19,9 @@ ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}
 GOOD = json.dumps(ROWS[0]).encode()
 
 
+ZSTD = pyarrow.compress(b"question\nq\n", "zstd", asbytes=True)
+
+
 def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
     path = folder / "gsm8k" / name
     path.parent.mkdir(exist_ok=True)
@@ -95,7 +98,7 @@ def test_a_missing_format_is_suggested(tmp_path):
 
 
 def test_missing_invalid_and_empty_files_are_refused(tmp_path):
-    for name, wrong in (("absent.jsonl", "does not exist"), (".", "is a folder")):
+    for name, wrong in (("absent.jsonl", "does not exist"), ("*.jsonl", "matches no file"), (".", "is a folder without data files")):
         with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
             read(tmp_path / name)
     with pytest.raises(UserError, match=r"a.parquet': is not a readable Parquet file \(Parquet magic bytes not found"):
@@ -105,7 +108,7 @@ def test_missing_invalid_and_empty_files_are_refused(tmp_path):
             read(write(tmp_path, content, name))
 
 
-@pytest.mark.parametrize("name, content", [("a.csv", b"question\nq\n"), ("a.xlsx", b"PK\x03\x04"), ("a.jsonl.gz", b"\x1f\x8b\x08")])
+@pytest.mark.parametrize("name, content", [("a.csv", b"question\nq\n"), ("a.xlsx", b"PK\x03\x04"), ("a.csv.zst", ZSTD)])
 def test_a_file_of_another_format_is_refused_as_a_whole_and_not_by_its_first_row(tmp_path, name, content):
     with pytest.raises(UserError, match=f"data.train = '.*{name}': is neither JSON nor Parquet; use a JSONL, JSON or Parquet file"):
         read(write(tmp_path, content, name))
@@ -129,3 +132,51 @@ def test_rows_without_a_gold_answer_are_left_out(tmp_path):
 def test_all_content_is_refused_with_a_user_error(tmp_path, content, name, format):
     with pytest.raises(UserError):  # no generated content has all fields
         read(write(tmp_path, content, name), format)
+
+
+def compress(content: bytes, name: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, name) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("suffix, codec", [("gz", "gzip"), ("zst", "zstd")])
+def test_compressed_files_are_read_and_broken_ones_refused(tmp_path, suffix, codec):
+    lines = "\n".join(map(json.dumps, ROWS)).encode()
+    whole = compress(lines, codec)
+    expected = read(write(tmp_path, lines), name="set")
+    assert read(write(tmp_path, whole, f"train.jsonl.{suffix}"), name="set") == expected
+    assert read(write(tmp_path, compress(lines, codec) + compress(b"\n" + GOOD, codec), f"two.jsonl.{suffix}"), name="set")[:3] == expected
+    assert read(write(tmp_path, compress(json.dumps(ROWS).encode(), codec), f"train.json.{suffix}"), name="set") == expected
+    assert read(write(tmp_path, whole, f"train.jsonl.{suffix}"))[0].source == "gsm8k/train"
+    for broken in (whole[:-9], b"no", lines):
+        with pytest.raises(UserError, match=f"data.train = '.*train.jsonl.{suffix}': cannot be read "):
+            read(write(tmp_path, broken, f"train.jsonl.{suffix}"))
+    with pytest.raises(UserError, match=f"train.jsonl.{suffix}:1': is not JSON|train.jsonl:1': is not JSON"):
+        read(write(tmp_path, compress(b"{", codec), f"train.jsonl.{suffix}"))
+
+
+def test_folders_and_patterns_of_shards(tmp_path):
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+
+    def shard(name: str, *numbers: int) -> None:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROWS[number] for number in numbers]), folder / name)
+
+    shard("train-00000-of-00002.parquet", 0, 1)
+    with pytest.raises(UserError, match="gsm8k': is a folder with 1 of 2 shards; complete it, or write a pattern"):
+        read(folder)
+    shard("train-00001-of-00002.parquet", 2)
+    (folder / "README.md").write_text("# Data")
+    (folder / ".hidden.parquet").write_text("")
+    problems = read(folder)
+    assert [problem.answer for problem in problems] == ["1070", "1071", "1072"]
+    assert [problem.id.rpartition(":")[2] for problem in problems] == ["1", "2", "3"]
+    shard("test-00000-of-00001.parquet", 0)
+    with pytest.raises(
+        UserError, match=r"gsm8k': is a folder with files of 2 sets \(test.parquet, train.parquet\); name one file, or a patter"
+    ):
+        read(folder)
+    assert [problem.answer for problem in read(folder / "train-*.parquet")] == ["1070", "1071", "1072"]
+    assert [problem.answer for problem in read(folder / "t*-0000[0-1]-of-0000?.parquet")] == ["1070", "1070", "1071", "1072"]

@@ -209,7 +209,10 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     stream, held_out = load(train=f"hf:{clone}:main:train", eval=f"hf:{clone}:test", format="gsm8k")
     assert [(p.prompt, p.answer, p.source) for p in held_out] == [("test 0?", "0", "gsm8k/test"), ("test 1?", "1", "gsm8k/test")]
     assert sorted(p.id for p in stream.next_batch(5)) == [f"gsm8k/main/train:{n}" for n in range(1, 6)]
+    _, held_out = load(train=f"hf:{clone}:main:train[2:]", eval=f"hf:{clone}:main:train[:2]", format="gsm8k")
+    assert [(p.prompt, p.source) for p in held_out] == [(f"train {n}?", "gsm8k/main/train[:2]") for n in range(2)]
     for source, wrong in (
+        (f"hf:{clone}:main:train[:9", "is not of the form hf:OWNER/NAME:SPLIT"),
         (f"hf:{clone}:main:dev", 'cannot be loaded (Unknown split "dev"'),
         (f"hf:{clone}:socratic:train", "cannot be loaded (BuilderConfig 'socratic' not found"),
         (f"hf:{clone}", "is not of the form hf:OWNER/NAME:SPLIT"),

@@ -62,7 +62,18 @@ TEXTS, CHAT = {"question": "x", "answer": "y"}, {"messages": "x"}
         (CHAT, {"x": "1+1?"}, 'the field x must be a list of messages [{"role": "user", "content": "..."}], not str; '),
         (CHAT, {"x": [{"from": "human", "value": "1"}]}, "the field x[0] must have role and content, found from, value; use a custom"),
         (CHAT, {"x": [{**USER, "role": "human"}]}, "the field x[0].role must be one of system, user, assistant, tool, not 'human'"),
-        (CHAT, {"x": [{**USER, "content": [1]}]}, "the field x[0].content must be a string, not list; "),
+        (CHAT, {"x": [{**USER, "content": 1}]}, "the field x[0].content must be a string, not int; "),
+        (
+            CHAT,
+            {"x": [{**USER, "content": [1]}]},
+            "the field x[0].content[0] is of type 'int', and only text is supported; remove this row",
+        ),
+        (
+            CHAT,
+            {"x": [{**USER, "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "u"}]}]},
+            "the field x[0].content[1] is of type 'image', and only text is supported; remove this row",
+        ),
+        (CHAT, {"x": [{**USER, "content": [{"type": "text"}]}]}, "the field x[0].content[0].text must be a string, not NoneType; "),
         (CHAT, {"x": [SYSTEM, REPLY]}, "the field x must end with a user message, or a user and an assistant message; its roles are s"),
         (CHAT, {"x": [REPLY]}, "the field x must end with a user message, or a user and an assistant message; its roles are assistant"),
     ],
@@ -71,6 +82,14 @@ def test_each_mistake_is_one_line(columns, row, line):
     with pytest.raises(RowError) as caught:
         read_columns(ColumnsConfig(**columns), row)
     assert f"{caught.value.rule}; {caught.value.fix}".startswith(line)
+
+
+def test_parts_of_text_are_joined_and_developers_are_the_system():
+    parts = [{"type": "text", "text": "1"}, {"type": "input_text", "text": "+1?", "image_url": None}, {"text": "!"}]
+    row = read_columns(
+        ColumnsConfig(messages="x"), {"x": [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}, REPLY]}
+    )
+    assert row.question == "1+1?!" and row.history == ({"role": "system", "content": "s"},)
 
 
 def test_errors_name_the_row(tmp_path, write):

@@ -228,6 +228,7 @@ def test_mlflow_has_the_configuration_and_every_value(tmp_path, mlflow_client, s
 
 
 ODD = {
+    "eval/source_train[:9]": "eval/source_train_:9_",
     "eval/pass@4": "eval/pass_at_4", "eval/source_a+b": "eval/source_a_b", "eval/source_a=b": None,
     "eval/source_x": "eval/source_x", "eval/source_x/y": "eval_source_x_y", "eval/source_../z": "eval/source_../z",
     "/a//./b": "a/b", "reward/part/" + "n" * 300: None, "eval/source_数学": "eval/source_数学", "eval/source_(語)": "eval/source__語_",
@@ -246,6 +247,18 @@ def test_a_metric_whose_name_mlflow_refuses_gets_another_and_no_two_share_one(tm
         if given:
             assert [each.value for each in mlflow_client.get_metric_history(run.info.run_id, given)] == [number / 16, 1 + number / 16]
     assert {name for name in run.data.params if "settings" in name} >= {"data.settings.a_at_b", "data.settings.a_b"}
+
+
+def test_tensorboard_has_every_name_as_it_is(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(pytest.fail)
+    trackers.start(["tensorboard"], tmp_path, config("tensorboard"), None)
+    trackers.log({name: number / 16 for number, name in enumerate(ODD)}, 0)
+    trackers.finish("finished")
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert {name: found.Scalars(name)[0].value for name in found.Tags()["scalars"]} == {name: n / 16 for n, name in enumerate(ODD)}
 
 
 def test_a_refused_metric_takes_no_others_with_it_and_is_named_once(tmp_path, mlflow_client):

@@ -73,7 +73,8 @@ def test_good_configurations_pass(workplace):
     ("data.train=", f"is required for training; {SOURCE_FIX}"),
     ("data.train=no.jsonl", f"does not exist; {SOURCE_FIX}"),
     ("data.eval=no.jsonl", f"does not exist; {SOURCE_FIX}"),
-    ("data.train=model", f"is a folder; {SOURCE_FIX}"),
+    ("data.train=model", "is a folder with files of 3 sets (config.json, tokenizer.json, tokenizer_config.json); "
+     "name one file, or a pattern such as model/train-*.parquet"),
     ("train.router_aux_loss=0.1", "needs a model with experts, but qwen3 has none; leave it out"),
     ("train.router_bias_rate=0.1", "needs a model with experts, but qwen3 has none; leave it out"),
     ("algorithm.routing_replay=engine", "needs a model with experts, but qwen3 has none; leave it out"),
