@@ -72,7 +72,7 @@ def launch_all() -> None:
     from megatron_rl.kernels.quantize.triton import quantize_activation, quantize_into
     from megatron_rl.kernels.rope.reference import Rotation
     from megatron_rl.kernels.rope.triton import rotate
-    from megatron_rl.kernels.sums.triton import multiply_nodes
+    from megatron_rl.kernels.sums.triton import add_ranks, multiply_nodes
     from megatron_rl.kernels.swiglu import triton as swiglu_triton
     from megatron_rl.kernels.swiglu.triton import quantize_swiglu
     from megatron_rl.kernels.vocabulary import triton as vocabulary_triton
@@ -131,6 +131,7 @@ def launch_all() -> None:
             left, weight = torch.zeros(64, width, dtype=dtype), torch.zeros(128, width, dtype=dtype)
             scales = (torch.zeros(64, width // block), torch.zeros(1, width // block)) if block else ()
             multiply_nodes(left, weight, *scales)
+    add_ranks(torch.zeros(4, 64, 4096, dtype=torch.bfloat16))
     for heads, width, interleaved in ((32, 128, False), (8, 128, False), (16, 64, True)):
         rotation = Rotation(torch.zeros(64, width // 2), torch.zeros(64, width // 2), torch.zeros(4, dtype=torch.int64), interleaved)
         rotate(torch.zeros(4, heads, width, dtype=torch.bfloat16), rotation, 1.0)
