@@ -17,6 +17,8 @@ from megatron_rl.kernels.heads import reference as heads
 from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.linear import reference as linear
 from megatron_rl.kernels.norm import reference as norm
+from megatron_rl.kernels.split_attention import ORDER
+from megatron_rl.kernels.split_attention import reference as split_kernel
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import clamped
 from megatron_rl.kernels.swiglu import reference as swiglu
@@ -36,7 +38,17 @@ from megatron_rl.precision.graph.kernels import (
     unwrap,
 )
 from megatron_rl.precision.graph.reader import digest_table
-from rollout_sglang.hooks import cpu_kernels, cpu_moe, fp32_router, gated_delta, gpu_all_reduce, gpu_kernels, rank_kernels, tree_reduction
+from rollout_sglang.hooks import (
+    cpu_kernels,
+    cpu_moe,
+    fp32_router,
+    gated_delta,
+    gpu_all_reduce,
+    gpu_kernels,
+    rank_kernels,
+    split_attention,
+    tree_reduction,
+)
 
 COMPUTES: dict[Any, Callable[..., Any]] = {
     cpu_kernels.apply_block_fp8_linear: linear.fprop,
@@ -63,8 +75,11 @@ COMPUTES: dict[Any, Callable[..., Any]] = {
     gpu_kernels.rotate: heads.turn_heads,
     rank_kernels.apply_plain_linear: plain.multiply,
     rank_kernels.compute_lm_head: plain.multiply,
+    split_attention.decode: split_kernel.attend,
+    split_attention.extend: split_kernel.attend,
 }
 """Function of this project in the engine -> the trainer's function that it computes with."""
+_OF_COMPUTED: dict[Any, str] = {plain.multiply: plain.ORDER, split_kernel.attend: ORDER}
 _BY_TREE: dict[Any, Any] = {linear.fprop: linear.fprop_by_tree, batch_invariant.invariant_matmul: tree.multiply}
 """Product on a CPU -> the same with sums by the tree."""
 _ORDERS = {"SiluAndMul.forward_native": ROUNDED_SILU, "SiluAndMul.forward_cpu": ROUNDED_SILU}
@@ -85,7 +100,7 @@ def identify_live(function: Any, order: str = "") -> Kernel:
     function, on_gpu = unwrap(function), torch.cuda.is_available()
     hook = find_hook(function) or function
     computes = COMPUTES.get(hook, hook)
-    known = plain.ORDER if computes is plain.multiply else _ORDERS.get(hook.__qualname__, "")
+    known = _OF_COMPUTED.get(computes) or _ORDERS.get(hook.__qualname__, "")
     return identify(computes, order or known, on_gpu)
 
 

@@ -19,6 +19,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.kernels.attention.requirements import choose_shared
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.threads import count_threads
 from megatron_rl.redaction import hold
@@ -36,7 +37,16 @@ from parallel.row_sums import count_parts
 from rollout_sglang import scoring
 from rollout_sglang.access import KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
-from rollout_sglang.hooks import adapters, blackwell, e4m3_cache, gated_delta, gpu_activation_quant, special_text, tree_reduction
+from rollout_sglang.hooks import (
+    adapters,
+    blackwell,
+    e4m3_cache,
+    gated_delta,
+    gpu_activation_quant,
+    special_text,
+    split_attention,
+    tree_reduction,
+)
 from rollout_sglang.hooks.scheduling import RESERVED
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
@@ -129,7 +139,7 @@ def make_server_arguments(
         if contract.scales_kv_by_layer:
             options |= {"kv-cache-dtype": "fp8_e4m3", "attention-backend": e4m3_cache.BACKEND}
         if contract.sums_by_ranks:
-            options["attention-backend"] = "fa3"
+            options["attention-backend"] = choose_shared_attention(config, model_path)
         if not DECODE_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-max-bs-decode"] = rollout.max_running_requests  # SGLang's default only looks at memory and tp
         if blackwell.is_blackwell():
@@ -146,8 +156,9 @@ def make_server_arguments(
             options["max-mamba-cache-size"] = rollout.state_slots
             if rollout.enable_prefix_caching:  # a batch that was started ahead changes the state that SGLang is about to cache
                 flags.append("disable-overlap-schedule")
+        shares_splits = contract.sums_by_ranks and options["attention-backend"] == "triton"
         # SGLang's default, breakable graphs, cannot be released, and with them prompts of latent attention are not multiplied in FP8
-        unwanted = has_states or config.placement.kind == "colocated" or LatentAttention in kinds
+        unwanted = shares_splits or has_states or config.placement.kind == "colocated" or LatentAttention in kinds
         if unwanted and not _PREFILL_GRAPHS & rollout.sglang.keys():
             options["cuda-graph-backend-prefill"] = "disabled"
     else:
@@ -157,6 +168,11 @@ def make_server_arguments(
         flags += ["disable-overlap-schedule", "disable-hybrid-swa-memory"]  # layers with a window keep all tokens, as the others
     words = [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
     return words + make_arguments(rollout.sglang)
+
+
+def choose_shared_attention(config: Config, model_path: Path) -> str:
+    """Return SGLang's attention backend with `precision.reduction = "ranks"` on a GPU."""
+    return choose_shared(config.make_geometry(read_config(model_path)).attention, config.rollout.sglang.get("attention_backend"))
 
 
 def shares_delta_rule(contract: PrecisionContract) -> bool:
@@ -180,7 +196,8 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         memory = memory_saver.make_environment(os.environ, torch.version.cuda) if colocated else {}
         shared = {gated_delta.SHARED_VARIABLE: "1"} if shares_delta_rule(contract) else {}
-        shared |= {_OWN_FLASH_ATTENTION: "true"} if contract.sums_by_ranks else {}
+        if contract.sums_by_ranks:
+            shared |= {_OWN_FLASH_ATTENTION: "true", split_attention.BACKEND_VARIABLE: choose_shared_attention(config, config.model.folder)}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **contracted, **scales, **memory, **shared}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`

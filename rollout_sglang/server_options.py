@@ -144,7 +144,7 @@ def check_triton_attention(config: Config) -> None:
         rule, fix = "needs a GPU, because engines attend by torch_native on a CPU", "leave it out"
     elif contract.scales_kv_by_layer:
         rule, fix = f"rounds queries and probabilities with precision.kv = {contract.kv!r}", "leave it out, or set precision.kv = 'high'"
-    elif (contract.sums_by_tree or contract.sums_by_ranks) and contract.trainer_format == contract.engine_format:
+    elif contract.sums_by_tree and contract.trainer_format == contract.engine_format:
         rule = f"adds up in an order of its own, but precision.reduction = {contract.reduction!r} asks for the trainer's"
         fix = "set precision.reduction = 'fast'"
     else:

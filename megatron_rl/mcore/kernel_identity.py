@@ -17,6 +17,8 @@ from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.linear import reference as linear
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.rope import reference as rope
+from megatron_rl.kernels.split_attention import ORDER
+from megatron_rl.kernels.split_attention import reference as split_attention
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.swiglu import clamped
 from megatron_rl.kernels.swiglu import reference as swiglu
@@ -97,7 +99,9 @@ def identify_rest(layer: Any, model: Any, on_gpu: bool) -> dict[str, Kernel]:
     rotary = identify(rotation, table, True) if on_gpu else identify(rope.RoundedRotation.turn, f"{ROUNDED_ROTATION}, {table}")
     hidden = model.config.params_dtype
     core = batch_invariant.attention if not on_gpu else sdpa_per_sequence if hidden is torch.float32 else flash_attention
-    if on_gpu and model.config.shares_kernels:
+    if on_gpu and model.config.shared_attention == "triton":
+        return kernels | {"rope": rotary, "attention": identify(split_attention.attend, ORDER, True)}
+    if on_gpu and model.config.shared_attention:
         return kernels | {"rope": rotary, "attention": Kernel(flash3.KERNEL, find_package("sgl_kernel"), flash3.ORDER)}
     return kernels | {"rope": rotary, "attention": identify(core)}
 

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.config import TrainConfig
+from megatron_rl.kernels.attention.requirements import choose_shared
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.attention_kinds import attention_options
 from megatron_rl.precision.contract import PrecisionContract
@@ -26,7 +27,7 @@ class QuantizedTransformerConfig(TransformerConfig):
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
-    shares_kernels: bool = False  # with the engine on a GPU (`precision.reduction = "ranks"`)
+    shared_attention: str = ""  # that of the engine on a GPU (`attention.requirements.choose_shared`); "": none
     row_parts: int = 1  # of a row-parallel sum with `precision.reduction = "ranks"`
     at_once: tuple[int, int] = (1, 1)  # number of micro-batches that run at once in passes (without gradient, with gradient)
     quantize_kv: bool = False
@@ -82,7 +83,7 @@ def build_transformer_config(
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
         sums_by_tree=contract.sums_by_tree,
-        shares_kernels=contract.sums_by_ranks,
+        shared_attention=choose_shared(geometry.attention, contract.attention) if contract.sums_by_ranks else "",
         row_parts=max(contract.parts, layout.tp) if contract.sums_by_ranks else 1,
         quantize_kv=contract.trainer_quantizes_kv,
         scale_kv_by_layer=contract.scales_kv_by_layer,

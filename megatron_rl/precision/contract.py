@@ -42,11 +42,14 @@ class PrecisionContract:
     reduction: str = "tree"  # order of row-parallel sums: "tree" (`kernels.sums.reference`), "ranks" (`parallel.row_sums`) or "fast"
     kv: str = "high"  # keys and values in the engine's cache: "high", "e4m3" or "e4m3_per_layer" (`precision.kv_cache`)
     parts: int = 1  # of a row-parallel sum with `reduction = "ranks"`, at least the trainer's tp
+    attention: str | None = None  # `rollout.sglang.attention_backend`
 
     @classmethod
-    def from_config(cls, precision: PrecisionConfig, parts: int = 1) -> PrecisionContract:
-        """Return the contract of a run. `parts` is `parallel.row_sums.count_parts`; what builds a trainer's layers gives it."""
-        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction, precision.kv, parts)
+    def from_config(cls, precision: PrecisionConfig, parts: int = 1, attention: str | None = None) -> PrecisionContract:
+        """Return the contract of a run. `parts` is `parallel.row_sums.count_parts`; what builds a trainer's layers gives it and
+        `attention`."""
+        fields = (precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction, precision.kv)
+        return cls(*fields, parts, attention)
 
     @property
     def sums_by_tree(self) -> bool:

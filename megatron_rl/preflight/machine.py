@@ -1,6 +1,7 @@
 """Checks of what this machine and nodes like it can run. Torch is only imported inside, because `plan` runs some of them without it."""
 
 import os
+from typing import Any
 
 from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
@@ -40,16 +41,25 @@ def attention_runs_here(facts: Facts) -> None:
         raise UserError("precision.high", high, f"cannot attend on a GPU: {problem}", attention.INSTALL_HINT)
 
 
+def _list_engine_options(facts: Facts) -> dict[str, Any]:
+    """Return `rollout.sglang` with the attention that this project chooses for a known model."""
+    options = dict(facts.config.rollout.sglang)
+    if facts.contract.sums_by_ranks and facts.hf_config:
+        options["attention_backend"] = attention.choose_shared(facts.model.attention, options.get("attention_backend"))
+    return options
+
+
 @rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
 def shared_kernels_run_here(facts: Facts) -> None:
-    """Trainer and engine share DeepGEMM's products, in BF16 too, and FlashAttention 3."""
+    """Trainer and engine share DeepGEMM's products, in BF16 too, and FlashAttention 3, if it is their attention."""
     if not facts.node_gpus or not facts.contract.sums_by_ranks:
         return
     missing = requirements.find_missing("deep_gemm")
     if not missing and not requirements.has_deterministic_mode():
         missing = [("the installed DeepGEMM has no deterministic mode", requirements.PINNED_DEEP_GEMM)]
-    if not engine_packages.has_flash_attention_3():
-        missing.append(("sglang-kernel has no FlashAttention 3 (flash_ops)", engine_packages.INSTALL))
+    if _list_engine_options(facts).get("attention_backend") == "fa3" and not engine_packages.has_flash_attention_3():
+        fix = f"{engine_packages.INSTALL}, or set {engine_packages.ATTENTION} to triton"
+        missing.append(("sglang-kernel has no FlashAttention 3 (flash_ops)", fix))
     if missing:
         reasons, fixes = zip(*missing, strict=True)
         raise UserError("precision.reduction", "ranks", f"cannot run here: {', '.join(reasons)}", "; ".join([*fixes, "or use fast"]))
@@ -146,4 +156,4 @@ def engine_can_release_its_memory(facts: Facts) -> None:
 def engine_has_its_packages(facts: Facts) -> None:
     rollout = facts.config.rollout
     if facts.node_gpus and rollout.engine == "sglang":
-        engine_packages.check(rollout.sglang, facts.contract.scales_kv_by_layer, facts.capability[0])
+        engine_packages.check(_list_engine_options(facts), facts.contract.scales_kv_by_layer, facts.capability[0])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS
+from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS, SPLIT_WIDTHS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout.engine_packages import HOPPER
 from parallel.attention import SoftmaxAttention
@@ -31,12 +31,17 @@ def _find_family(facts: Facts) -> str | None:
 
 
 def _find_head_width(facts: Facts) -> int | None:
-    widths = {getattr(kind, "head_dim", 0) for kind in facts.model.attention} - {*HEAD_WIDTHS}
+    known = HEAD_WIDTHS if facts.config.rollout.sglang.get("attention_backend") == "fa3" else SPLIT_WIDTHS
+    widths = {getattr(kind, "head_dim", 0) for kind in facts.model.attention} - {*known}
     return max(widths, default=None)
 
 
-def _find_other(value: Any, supported: str) -> Any:
-    return None if value == supported else value
+def _find_other(value: Any, *supported: str) -> Any:
+    return None if value in supported else value
+
+
+def _known(widths: tuple[int, ...]) -> str:
+    return ", ".join(map(str, widths))
 
 
 ANYWHERE = (
@@ -87,7 +92,7 @@ ON_GPUS = (
     Limit(
         "precision.high",
         lambda facts: "fp32" if facts.contract.high == "fp32" else None,
-        "is not the dtype of FlashAttention 3, which precision.reduction = 'ranks' needs on a GPU",
+        "is not the dtype of the attention kernels that precision.reduction = 'ranks' has on a GPU",
         "use bf16",
     ),
     Limit(
@@ -99,8 +104,8 @@ ON_GPUS = (
     Limit(
         "config.json head_dim",
         _find_head_width,
-        f"is a head width whose bits are not known to agree in FlashAttention 3; known: {', '.join(map(str, HEAD_WIDTHS))}",
-        "use precision.reduction = 'fast'",
+        f"is not a known width of attention: {_known(HEAD_WIDTHS)} with FlashAttention 3, {_known(SPLIT_WIDTHS)} by this project's kernel",
+        "leave out rollout.sglang.attention_backend, or use precision.reduction = 'fast'",
     ),
     Limit(
         "rollout.nodes_per_engine",
@@ -110,8 +115,8 @@ ON_GPUS = (
     ),
     Limit(
         "rollout.sglang.attention_backend",
-        lambda facts: _find_other(facts.config.rollout.sglang.get("attention_backend"), "fa3"),
-        "is another kernel than the trainer's FlashAttention 3, which precision.reduction = 'ranks' needs",
+        lambda facts: _find_other(facts.config.rollout.sglang.get("attention_backend"), "fa3", "triton"),
+        "is a kernel that the trainer does not have, but precision.reduction = 'ranks' promises a mismatch of 0",
         "leave it out",
     ),
 )

@@ -10,7 +10,7 @@ from megatron_rl.errors import UserError
 INSTALL = "bash launch/install_gpu.sh"
 PACKAGES = {"sgl_kernel": "sglang-kernel", "flashinfer": "flashinfer-python"}
 """Modules that SGLang imports on a GPU at every start -> their packages."""
-_ATTENTION = "rollout.sglang.attention_backend"
+ATTENTION = "rollout.sglang.attention_backend"
 HOPPER = 9  # major compute capability of GPUs on which FlashAttention 3 is SGLang's default
 
 
@@ -46,5 +46,5 @@ def find_problem(options: Mapping[str, Any], kv_by_layer: bool, capability: int)
     if capability == HOPPER and not kv_by_layer and backend in (None, "fa3") and not has_flash_attention_3():
         missing = "the installed sglang-kernel has no FlashAttention 3 (flash_ops)"
         rule = missing if backend else f"is not set, and {missing}, SGLang's default on a Hopper GPU"
-        return UserError(_ATTENTION, backend, rule, f"{INSTALL}, or set {_ATTENTION} to triton with precision.reduction = 'fast'")
+        return UserError(ATTENTION, backend, rule, f"{INSTALL}, or set {ATTENTION} to triton with precision.reduction = 'fast' or 'ranks'")
     return None

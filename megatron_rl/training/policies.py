@@ -89,7 +89,8 @@ def load_critic(config: Config, layout: Layout, hf_config: Mapping[str, Any]) ->
 def _load(
     config: Config, layout: Layout, hf_config: Mapping[str, Any], shards: list[Shard], folder: Path, critic: bool = False
 ) -> ModelChunks:
-    contract = PrecisionContract.from_config(config.precision, count_parts(layout.tp, config.rollout.tp))
+    parts, attention = count_parts(layout.tp, config.rollout.tp), config.rollout.sglang.get("attention_backend")
+    contract = PrecisionContract.from_config(config.precision, parts, attention)
     model = build_model(hf_config, layout, contract, config.train)
     spread = None if config.lora is not None else MasterSpread.from_config(config)  # LoRA: frozen weights stay as in the checkpoint
     load_checkpoint(model, folder, shards, spread, critic)

@@ -121,8 +121,19 @@ def list_all_reduce_hooks() -> list[Hook]:
 
 def list_rank_hooks() -> list[Hook]:
     """Return the hooks on products, attention and rotary tables with `precision.reduction = "ranks"`."""
-    from rollout_sglang.hooks import rank_kernels
+    from rollout_sglang.hooks import rank_kernels, split_attention
 
+    flash, triton = "sglang.srt.layers.attention.flashattention_backend.", "sglang.srt.layers.attention.triton_backend.TritonAttnBackend."
+    attention: list[Hook] = [
+        (flash + "FlashAttentionBackend.__init__", rank_kernels.start_attention, "AROUND"),
+        ("sglang.kernels.ops.attention.flash_attention.flash_attn_with_kvcache", rank_kernels.attend, "AROUND"),
+    ]
+    if os.environ[split_attention.BACKEND_VARIABLE] == "triton":
+        attention = [
+            (triton + "__init__", split_attention.start, "AROUND"),
+            (triton + "forward_extend", split_attention.extend, "REPLACE"),
+            (triton + "forward_decode", split_attention.decode, "REPLACE"),
+        ]
     fp8, plain = "sglang.srt.layers.quantization.fp8_utils.", "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod."
     return [
         ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", rank_kernels.load_model, "AROUND"),
@@ -132,8 +143,7 @@ def list_rank_hooks() -> list[Hook]:
         (plain + "apply_with_addend", rank_kernels.refuse_product, "REPLACE"),
         (plain + "apply_into", rank_kernels.refuse_product, "REPLACE"),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", rank_kernels.compute_lm_head, "REPLACE"),
-        ("sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.__init__", rank_kernels.start_attention, "AROUND"),
-        ("sglang.kernels.ops.attention.flash_attention.flash_attn_with_kvcache", rank_kernels.attend, "AROUND"),
+        *attention,
         ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache", rank_kernels.make_cos_sin, "REPLACE"),
     ]
 

@@ -1,5 +1,5 @@
-"""SGLang's FlashAttention 3 in one split: prompts in chunks and decoded tokens, from paged keys, have the bits of whole packed sequences,
-for the widths of heads that trainer and engine share (`kernels.attention.requirements.HEAD_WIDTHS`) and for those that they could share.
+"""SGLang's FlashAttention 3 in one split, and this project's attention in splits: prompts in chunks and decoded tokens, from paged keys,
+have the bits of whole packed sequences, for the widths of heads that trainer and engine share (`kernels.attention.requirements`) and for those that they could share.
 On a CPU, a stand-in that attends exactly, or in an order that follows the queries, checks the test itself."""
 
 import itertools
@@ -9,6 +9,8 @@ import torch
 from support.kernel_tests import random
 
 from megatron_rl.kernels.attention import flash3, reference
+from megatron_rl.kernels.split_attention import SPLIT, Sequences, pack
+from megatron_rl.kernels.split_attention import reference as split_attention
 
 LENGTHS = {"cuda": (4097, 300, 64, 1), "cpu": (70, 33, 1)}
 CHUNKS = (1, 40, 128)
@@ -35,6 +37,20 @@ class FlashAttention3:
         lengths = torch.tensor([count], dtype=torch.int32, device=q.device)
         options = {"cache_seqlens": lengths, "page_table": pages[None], "cu_seqlens_q": starts, "max_seqlen_q": max(len(q), 2)}
         return self._cached(q, k_cache, v_cache, **options, causal=True, num_splits=1)
+
+
+class Splits:
+    """`kernels.split_attention`, with slots of one token in any order."""
+
+    def attend_packed(self, q, k, v, starts, longest):
+        return split_attention.attend(q, k, v, pack(starts, longest, len(q)), q.shape[-1] ** -0.5)[0]
+
+    def attend_cached(self, q, k, v, count):
+        slots = torch.randperm(len(k), generator=torch.Generator().manual_seed(0)).int().to(q.device)
+        caches = (torch.empty_like(x).index_copy_(0, slots.long(), x) for x in (k, v))
+        starts, lengths, row = (torch.tensor(values, device=q.device) for values in ([0, len(q)], [count], [0]))
+        splits = -(-len(k) // SPLIT) if len(q) == 1 else 0
+        return split_attention.attend(q, *caches, Sequences(starts, lengths, row, slots, 0, len(q), splits), q.shape[-1] ** -0.5)[0]
 
 
 class Exact:
@@ -86,6 +102,33 @@ def test_one_split_has_the_bits_of_packed_sequences(heads, groups, dim, record_p
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads, groups, dim", [(16, 2, 64), (14, 2, 64), (32, 8, 128), (8, 2, 256)])
+def test_splits_have_the_bits_of_packed_sequences(heads, groups, dim, record_property):
+    found = count_different_tokens(Splits(), heads, groups, dim, LENGTHS["cuda"], "cuda")
+    record_property(f"{heads} heads of {dim}, {groups} groups: tokens that differ", found)
+    assert not any(found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim, window, has_sinks", [(64, 0, False), (64, 128, True), (128, 0, True), (256, 0, False)])
+def test_splits_and_their_gradients_are_near_float64(dim, window, has_sinks, record_property):
+    lengths = (2500, 300, 1)
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v, gradient = (random(sum(lengths), n, dim, seed=n + s, dtype=torch.bfloat16).cuda() for s, n in enumerate((8, 2, 2, 8)))
+    inputs = [x.requires_grad_() for x in (q, k, v, *([random(8, seed=9).cuda()] if has_sinks else []))]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    output = split_attention.attend_packed(*inputs[:3], starts, max(lengths), None, *(inputs[3:] or [None]), window)
+    formula = split_attention.attend.__wrapped__
+    wanted, _ = formula(*doubles[:3], pack(starts, max(lengths), len(q)), dim**-0.5, *(doubles[3:] or [None]), window)
+    pairs = [(output, wanted)]
+    pairs += zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, doubles, gradient.double()), strict=True)
+    for name, (own, exact) in zip(("result", "q", "k", "v", "sinks"), pairs, strict=False):
+        error = float((own.detach().double() - exact.detach()).norm() / exact.detach().norm())
+        record_property(f"heads of {dim}, window {window}, sinks {has_sinks}: {name}: relative error", error)
+        assert error < 2e-2, name
+
+
+@pytest.mark.gpu
 def test_the_trainers_attention_and_its_gradients(record_property):
     """The output is that of one split; gradients are FlashAttention 2's, from FlashAttention 3's output and log-sums."""
     lengths = (1500, 300, 1)
@@ -103,6 +146,13 @@ def test_the_trainers_attention_and_its_gradients(record_property):
 
 def exact(inputs, lengths):
     return reference.sdpa_per_sequence(*(x.float() for x in inputs), list(lengths), None)
+
+
+def test_slots_of_the_cache_are_read():
+    q, k, v = (random(33, count, 16, seed=count) for count in (4, 2, 2))
+    whole = Splits().attend_packed(q, k, v, torch.tensor([0, 33]), 33)
+    for first, end in ((32, 33), (5, 20)):
+        torch.testing.assert_close(Splits().attend_cached(q[first:end], k, v, end), whole[first:end], rtol=1e-5, atol=1e-5)
 
 
 def test_the_comparison_itself():

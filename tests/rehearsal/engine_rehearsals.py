@@ -106,6 +106,7 @@ CASES = {
     "tree": ([*TWO, *TREE], TINY),
     "ranks": ([*TWO, *RANKS], TINY),
     "ranks, slices": ([*ONE, *RANKS, "--train.layout.tp=2"], TINY),
+    "ranks, splits": ([*TWO, *RANKS, "--rollout.sglang.attention_backend=triton"], TINY),
     "ranks, bf16": ([*ONE, *RANKS, *BF16], TINY),
     "disaggregated": ([*TWO, *APART], TINY),
     "cache": ([*TWO, *KV], DEEP),
@@ -144,7 +145,7 @@ def main(folder, gpu, names):
 
     os.environ["MEGATRON_RL_DELTA"] = "1"  # as every mode sets it that quantizes both sides or none
     if names[0].startswith("ranks"):  # hooks are chosen when SGLang is imported
-        os.environ["MEGATRON_RL_REDUCTION"] = "ranks"
+        os.environ |= {"MEGATRON_RL_REDUCTION": "ranks", "MEGATRON_RL_ATTENTION": "triton" if "splits" in names[0] else "fa3"}
     rehearsed_rank.install_gpu(GPUS[gpu])
     rehearsed_rank.import_sglang()
     answer, sys.stdout = sys.stdout, sys.stderr

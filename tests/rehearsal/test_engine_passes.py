@@ -48,9 +48,9 @@ def ranks(tmp_path_factory):
     return json.loads(found.splitlines()[-1])
 
 
-def test_an_engine_in_the_trainers_order_of_sums(tmp_path):
+@pytest.mark.parametrize("cases", [("ranks", "ranks, slices", "ranks, bf16"), ("ranks, splits",)], ids=["fa3", "splits"])
+def test_an_engine_in_the_trainers_order_of_sums(tmp_path, cases):
     """The stand-ins of FlashAttention 3 and DeepGEMM check what decides the order."""
-    cases = ("ranks", "ranks, slices", "ranks, bf16")
     ranks = json.loads(run_module("engine_rehearsals", str(tmp_path), "h100", *cases, path=str(Path(__file__).parent)).splitlines()[-1])
     for case in cases:
         check_passes(ranks[case], case, 8192, "h100")

@@ -1,6 +1,9 @@
 """What packed attention on a GPU needs of the installed packages. Imports torch only inside, because `doctor` runs without it."""
 
 import inspect
+from collections.abc import Iterable
+
+from parallel.attention import AttentionKind, SoftmaxAttention
 
 _ARGUMENTS = ("scale", "window_size", "enable_gqa")  # of `varlen_attn` that `kernels.attention.reference.flash_attention` passes
 HEAD_WIDTHS = (128,)
@@ -8,6 +11,14 @@ HEAD_WIDTHS = (128,)
 SPLIT_WIDTHS = (64, 128, 256)
 """Head widths of `kernels.split_attention`, the kernel of this project for what FlashAttention 3 does not compute with the same bits."""
 INSTALL_HINT = "install torch 2.12 or newer: bash launch/install_gpu.sh"
+
+
+def choose_shared(kinds: Iterable[AttentionKind], backend: str | None) -> str:
+    """Return the attention of trainer and engine on a GPU with `precision.reduction = "ranks"`, by SGLang's name of the backend: `backend`
+    (`rollout.sglang.attention_backend`) if it is given; otherwise "fa3", FlashAttention 3, for models with only heads that it computes with
+    the same bits, without sinks or windows; and "triton" for others, which means `kernels.split_attention`."""
+    exact = all(type(kind) is SoftmaxAttention and kind.head_dim in HEAD_WIDTHS for kind in kinds)
+    return backend or ("fa3" if exact else "triton")
 
 
 def takes_splits(width: int, window: int) -> bool:

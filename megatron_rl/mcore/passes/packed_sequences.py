@@ -11,6 +11,7 @@ from megatron_rl.kernels.attention import flash3
 from megatron_rl.kernels.attention import reference as packed_attention
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.rope.reference import Rotation, RoundedRotation
+from megatron_rl.kernels.split_attention import reference as split_attention
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 
@@ -42,19 +43,20 @@ class PackedRowParams(PackedSeqParams):
         scale: float | None,
         sinks: torch.Tensor | None,
         window: int,
-        shared: bool = False,
+        shared: str = "",
     ) -> torch.Tensor:
-        """Return the attention of a whole row, by the engine's operator on a CPU, FlashAttention on a GPU (the engine's FlashAttention 3 if
-        `shared`), and torch's fused attention for FP32, which FlashAttention lacks. A context-parallel rank passes and receives its own
-        positions. `sinks` are those of all heads of this rank, see `batch_invariant.attention`."""
+        """Return the attention of a whole row: by the engine's operator on a CPU or if `shared` names its backend; otherwise by
+        FlashAttention, by torch's fused attention for FP32, which FlashAttention lacks, or in splits with sinks or a window. A
+        context-parallel rank passes and receives its own positions. `sinks` are those of all heads of this rank, see
+        `batch_invariant.attention`."""
         shard = self.shard
         if shard is not None and shard.size > 1:
             query, key, value = shard.to_heads(query, shard.repeat_heads(key), shard.repeat_heads(value))
             sinks = None if sinks is None else sinks.chunk(shard.size)[shard.group.rank()]
         if not query.is_cuda:
             out = packed_attention.grouped_attention(query, key, value, self.groups, scale, sinks, window)
-        elif sinks is not None:
-            raise NotImplementedError("attention with sinks has no kernel for GPUs")
+        elif sinks is not None or window or shared == "triton":
+            out = split_attention.attend_packed(query, key, value, self.cu_seqlens_q, self.max_seqlen_q, scale, sinks, window)
         elif shared:
             out = flash3.attend(query, key, value, self.cu_seqlens_q, self.max_seqlen_q, scale)
         elif query.dtype is torch.float32:

@@ -75,6 +75,11 @@ def _count(function: JitFunction, given: Mapping[str, Any]) -> None:
     if function.name == "multiply_tile":
         x, weight = given["x"], given["weight"]
         count("fp8" if x.itemsize == 1 else "bf16", 2 * x.shape[0] * x.shape[1] * weight.shape[0], *tensors, kernel=function.name)
+    elif function.name == "attend_rows":  # two products of causal attention, which computes half of the scores
+        q, starts = given["q"], value_of(given["query_starts"])
+        lengths = [len(q)] if starts is None else starts.diff().tolist()
+        pairs = sum(length * length for length in lengths)
+        count("bf16", 2 * pairs * q.shape[1] * q.shape[2], *tensors[:5], kernel="attention")
     elif function.name == "add_sorted_rows":  # of the sums, it reads and writes as many rows as there are tokens, at most
         rows, sums = given["rows"], given["sums"]
         count("other", 0, rows, sums[: len(rows)], sums[: len(rows)], kernel=function.name)

@@ -91,11 +91,27 @@ def _list_slots(call: Call, given: Given) -> None:
     call.moved(slots, slots)
 
 
+def _attend_rows(call: Call, given: Given) -> None:
+    """megatron_rl/kernels/split_attention/triton.py. Slots of all requests are one table."""
+    call.check_all(given, "q [T H D] bfloat16 (* D 1); k [S G D] =q; v [S G D] =q; query_starts [*] int64; slots [* *] int32 (* 1)")
+    call.sizes["B"] = len(given["query_starts"]) - 1
+    call.check_all(given, "key_counts [B] index; rows [B] index")
+    call.require(call.sizes["H"] == call.sizes["G"] * given["GROUP"], f"groups of {given['GROUP']}")
+    new, keys = value_of(given["query_starts"]), value_of(given["key_counts"])
+    tokens, lengths = call.sizes["T"], torch.ones(call.sizes["B"], dtype=torch.int64) if keys is None else keys.long()
+    taken = torch.full_like(lengths, tokens // max(len(lengths), 1)) if new is None else new.diff().long()
+    pairs = int((taken * lengths).sum()) - int((taken * (taken - 1)).sum()) // 2
+    read = torch.empty(int(lengths.sum()), call.sizes["G"], 2 * call.sizes["D"], dtype=given["k"].dtype, device="meta")
+    call.multiplied("bf16", 4 * pairs * call.sizes["H"] * call.sizes["D"], given["q"], read, given["out"])
+
+
 KERNELS: dict[str, Kernel | Callable[[Call, Given], None]] = {
     "_fwd_kernel": _extend,
     "_fwd_kernel_stage1": _decode,
     "_fwd_grouped_kernel_stage1": _decode,
     "_fwd_kernel_stage2": _join,
+    "attend_rows": _attend_rows,
+    "merge_splits": Kernel("partial [T H P D] float32; statistics [2 T H P] float32; out [T H D] bfloat16", "partial statistics out"),
     "create_flashinfer_kv_indices_triton": _list_slots,
     "get_num_kv_splits_triton": Kernel("num_kv_splits_ptr [B] int32; seq_lens_ptr [*] index", "num_kv_splits_ptr seq_lens_ptr"),
 }

@@ -62,6 +62,7 @@ HIGH = "--precision.mode=bf16"
 GLOO = "--sync.transport=gloo"  # works with and without a GPU
 KIND = "--placement.kind=disaggregated"  # needs no library that releases memory
 TRITON = "--rollout.sglang.attention_backend=triton"
+FA3, FLASHINFER = (f"--rollout.sglang.attention_backend={name}" for name in ("fa3", "flashinfer"))
 
 
 RANKS = "--precision.reduction=ranks"
@@ -75,15 +76,20 @@ RANK_SETTINGS = [
 RANK_GPUS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("precision.reduction = 'ranks': needs Hopper GPUs", (BLOCKS,), {"capability": (10, 0)}),
     ("precision.kv = 'e4m3_per_layer': rounds queries and probabilities", (BLOCKS, "--precision.kv=e4m3_per_layer"), {}),
-    ("precision.high = 'fp32': is not the dtype of FlashAttention 3", (HIGH, "--precision.high=fp32"), {}),
+    ("precision.high = 'fp32': is not the dtype of the attention kernels", (HIGH, "--precision.high=fp32"), {}),
     ("precision.backend = 'emulated': is another library than the engine's DeepGEMM", (), {}),
-    ("config.json head_dim = 64: is a head width whose bits are not known to agree in", (HIGH,), {"model": {"head_dim": 64}}),
+    (
+        "config.json head_dim = 32: is not a known width of attention: 128 with FlashAttention 3, 64, 128,",
+        (HIGH,),
+        {"model": {"head_dim": 32}},
+    ),
+    ("config.json head_dim = 64: is not a known width", (HIGH, FA3), {"model": {"head_dim": 64}}),
     (
         "rollout.nodes_per_engine = 2: adds over nodes by NCCL",
         (HIGH, "--rollout.tp=4", "--rollout.nodes_per_engine=2", '--rollout.hosts=["10.0.0.5", "10.0.0.6"]'),
         {"model": {"num_attention_heads": 4, "num_key_value_heads": 4}},
     ),
-    ("rollout.sglang.attention_backend = 'triton': is another kernel than the trainer's", (HIGH, TRITON), {}),
+    ("rollout.sglang.attention_backend = 'flashinfer': is a kernel that the trainer does not have", (HIGH, FLASHINFER), {}),
 ]
 
 

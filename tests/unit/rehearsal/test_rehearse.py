@@ -27,7 +27,17 @@ FAULTS = {
     "module_without_a_share": ("in phase checkpoint", "sharded_state_dict"),
     "part_at_another_place": ("MisplacedPartError in phase checkpoint", "linear_proj.weight"),
 }
-CASES = ("plain", "ranks", "ranks, bf16", "item_per_layer", "doubled_activation", "replay", "replay: routes_counted_in_passes", *FAULTS)
+CASES = (
+    "plain",
+    "ranks",
+    "ranks, bf16",
+    "ranks, splits",
+    "item_per_layer",
+    "doubled_activation",
+    "replay",
+    "replay: routes_counted_in_passes",
+    *FAULTS,
+)
 
 PLANNED = ["sync", "checkpoint", "logprobs 2", "update 2", "resume"]
 
@@ -52,10 +62,10 @@ def phase_of(report, name):
     return next(phase for phase in report["phases"] if phase["phase"] == name)
 
 
-@pytest.mark.parametrize("case", ["ranks", "ranks, bf16"])
+@pytest.mark.parametrize("case", ["ranks", "ranks, bf16", "ranks, splits"])
 def test_the_kernels_that_the_engine_shares_accept_the_trainers_arguments(reports, case):
     assert not reports[case]["fault"] and reports[case]["passes"]
-    assert {"fp8", "bf16"} & phase_of(reports[case], "update 2")["flops"].keys() == ({"bf16"} if case.endswith("bf16") else {"fp8", "bf16"})
+    assert {"fp8", "bf16"} & phase_of(reports[case], "update 2")["flops"].keys() == ({"fp8", "bf16"} if case == "ranks" else {"bf16"})
 
 
 def test_the_tiny_model_runs_and_takes_the_memory_that_the_plan_says(reports):

@@ -11,6 +11,8 @@ from support.processes import call_in_fresh_process
 
 from megatron_rl.kernels.heads import reference as heads
 from megatron_rl.kernels.norm import reference as norm
+from megatron_rl.kernels.split_attention import ORDER
+from megatron_rl.kernels.split_attention import reference as split_attention
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.precision.graph.kernels import Kernel, identify, in_parts
 from rollout_sglang.platform import stub_modules
@@ -58,11 +60,17 @@ def a_live_module_is_named_by_its_hook_or_by_sglangs_method():
 
 
 def attention_is_named_by_backend_and_splits():
+    from rollout_sglang.hooks.split_attention import decode, extend
     from rollout_sglang.kernel_identity import identify_attention
+
+    torch.cuda.is_available = lambda: True
+    SplitBackend = type("SplitBackend", (), {"forward_extend": extend, "forward_decode": decode})
 
     flash, split = (identify_attention(SimpleNamespace(num_splits=number)) for number in (1, 0))
     assert flash.name == split.name == "sgl_kernel.flash_attn" and flash != split
     name = identify_attention(OtherBackend()).name
+    assert identify_attention(SplitBackend()) == identify(split_attention.attend, ORDER, on_gpu=True)
+    assert identify_attention(SplitBackend()).name == "kernels.split_attention.triton.attend"
     assert "OtherBackend.forward_decode and " in name and name.endswith("OtherBackend.forward_extend"), "two kernels are no common one"
 
 

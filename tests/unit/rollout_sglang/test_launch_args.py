@@ -15,7 +15,7 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import memory_saver
 from rollout_sglang import SGLangLauncher, launch_args, server_options
-from rollout_sglang.hooks import blackwell, gated_delta, gpu_activation_quant
+from rollout_sglang.hooks import blackwell, gated_delta, gpu_activation_quant, split_attention
 from rollout_sglang.launch_args import DISABLED_MODELS_VARIABLE, leave_out_other_models
 from rollout_sglang.platform.activate import NAME, activate
 from rollout_sglang.server_options import EXCEPTIONS, GROUPS, SET_BY, check, make_arguments, read_arguments
@@ -34,9 +34,19 @@ def start(monkeypatch):
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
     def start_process(
-        mode: str = "bf16", kind: str = "colocated", rollout: dict | None = None, kv: str = "high", high: str = "bf16", **more: Any
+        mode: str = "bf16",
+        kind: str = "colocated",
+        rollout: dict | None = None,
+        kv: str = "high",
+        high: str = "bf16",
+        precision: dict | None = None,
+        **more: Any,
     ):
-        sections = {"precision": {"mode": mode, "kv": kv, "high": high}, "rollout": rollout or {}, "placement": {"kind": kind}}
+        sections = {
+            "precision": {"mode": mode, "kv": kv, "high": high, **(precision or {})},
+            "rollout": rollout or {},
+            "placement": {"kind": kind},
+        }
         config = Config.model_validate({"model": {"path": Path("m")}, **sections})
         launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
         return started[-1]
@@ -50,6 +60,17 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1].items() >= {PRECOMPILE: "false", scales: "pow2"}.items()
     monkeypatch.setenv(PRECOMPILE, "true")
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
+
+
+def test_the_attention_that_the_trainer_shares_is_chosen_by_the_model(start, monkeypatch):
+    for width, given, backend in ((128, None, "fa3"), (64, None, "triton"), (128, "triton", "triton")):
+        monkeypatch.setattr(launch_args, "read_config", lambda folder, width=width: ARCHITECTURES["qwen3"] | {"head_dim": width})
+        arguments, environment = start(
+            "bf16", "disaggregated", precision={"reduction": "ranks"}, rollout={"sglang": {"attention_backend": given}} if given else {}
+        )
+        options = dict(pairwise(arguments))
+        assert options["--attention-backend"] == environment[split_attention.BACKEND_VARIABLE] == backend
+        assert (options.get("--cuda-graph-backend-prefill") == "disabled") == (backend == "triton")
 
 
 def test_sums_over_ranks_are_a_step_of_their_own_on_a_gpu(start, monkeypatch):

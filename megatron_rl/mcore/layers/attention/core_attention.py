@@ -39,7 +39,7 @@ class CoreAttention(MegatronModule):
         if self.quantizes_kv:
             key, value = self.pass_through_cache(key, value)
         row, sinks = options["packed_seq_params"], take_weight(self.softmax_offset)
-        shared = self.config.shares_kernels
+        shared = self.config.shared_attention
         return row.attend(query, key, value, self.softmax_scale, sinks, self.window, shared).flatten(1)
 
     def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
