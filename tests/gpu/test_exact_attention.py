@@ -1,6 +1,6 @@
 """SGLang's FlashAttention 3 in one split, and this project's attention in splits: prompts in chunks and decoded tokens, from paged keys,
-have the bits of whole packed sequences, for the widths of heads that trainer and engine share (`kernels.attention.requirements`) and for those that they could share.
-On a CPU, a stand-in that attends exactly, or in an order that follows the queries, checks the test itself."""
+have the bits of whole packed sequences, for the widths of heads that trainer and engine share (`kernels.attention.requirements`) and for
+those that they could share. On a CPU, a stand-in that attends exactly, or in an order that follows the queries, checks the test itself."""
 
 import itertools
 
