@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 100             # or 90; 103 for B300
     PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 90 --orders    # compare the orders of sums (kernel_orders.py)
+    PYTHONPATH=.:.venv/triton python tools/compile_kernels.py 90 --counts    # count instructions and registers (kernel_counts.py)
 
 Triton gets a driver that only names the target. A launch compiles the kernel for the actual arguments and does not run it.
 """
@@ -198,13 +199,17 @@ def find_kernels(root: Path = ROOT) -> set[str]:
     return {node.name for node in jitted} - called
 
 
-def find_spill(kernel: Any, architecture: int) -> str:
-    """Return the line of Triton's assembler about spilled registers, with the kernel's name, or "" if none were spilled."""
+def assemble(kernel: Any, architecture: int) -> str:
+    """Return the report of Triton's assembler on a compiled kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     command = [get_ptxas(architecture).path, "-v", f"--gpu-name=sm_{architecture}a", "-", "-o", os.devnull]
-    report = subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, encoding="utf-8", check=True).stderr
-    line = next(line for line in report.splitlines() if "bytes spill stores" in line)
+    return subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, encoding="utf-8", check=True).stderr
+
+
+def find_spill(kernel: Any, architecture: int) -> str:
+    """Return the line of Triton's assembler about spilled registers, with the kernel's name, or "" if none were spilled."""
+    line = next(line for line in assemble(kernel, architecture).splitlines() if "bytes spill stores" in line)
     return "" if "0 bytes spill stores, 0 bytes spill loads" in line else f"{kernel.name}: {line.strip()}"
 
 
@@ -217,5 +222,13 @@ def compare_orders(architecture: int) -> str:
     return f"one order for any number of rows and alignment: {', '.join(kernel_orders.list_operators())}"
 
 
+def count_instructions(architecture: int) -> str:
+    """Return a table of the counts of the kernels that quantize."""
+    import kernel_counts
+
+    return kernel_counts.tabulate(kernel_counts.count_all(intercept_launches(architecture)))
+
+
 if __name__ == "__main__":
-    print((compare_orders if "--orders" in sys.argv else compile_all)(int(sys.argv[1])))
+    chosen = compare_orders if "--orders" in sys.argv else count_instructions if "--counts" in sys.argv else compile_all
+    print(chosen(int(sys.argv[1])))

@@ -57,7 +57,7 @@ def _run_part(name: str, run: str, seconds: int) -> Part:
 WARM_UP = Part("warm-up", ("test_warm_up.py",), 260)
 KERNEL_TESTS = ("quantizers", "backends", "engine_quantizer", "device_digest", "tree_products", "flash_attention", "cache_units")
 LAYER_TESTS = ("log_probs_and_gradients_are_close_to_emulated", "megatrons_own_bf16_computes_the_same")
-EXACT_TESTS = ("rows", "products", "attention")
+EXACT_TESTS = ("casts", "rows", "products", "attention")
 PARTS = (
     Part("kernels", tuple(f"test_{name}.py" for name in KERNEL_TESTS), 170, quick=True),
     Part("layers", tuple(f"test_layers.py::test_{name}" for name in LAYER_TESTS), 120, quick=True),

@@ -16,6 +16,7 @@ from megatron_rl.kernels.quantize.triton import (
     LAUNCH,
     QuantizedPair,
     _e4m3_bytes,
+    _number_tokens,
     _scale_and_inverse,
     _store_columns,
     _store_rows,
@@ -95,14 +96,14 @@ def quantize_weighed_tile(
 ):  # fmt: skip
     """One program per 128x128 tile of the rows. It writes its part of each token's sum to `of_weights` float32 [width / 128, tokens]."""
     tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row, column = tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
+    row, column = _number_tokens(tile * TILE, TILE), column_tile * TILE + tl.arange(0, TILE)[None, None, :]
     source = tl.load(sources + row).to(tl.int64)
     inside = source >= 0
-    values = tl.load(gradient + source[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    output = tl.load(outputs + row[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    tl.store(of_weights + column_tile * tokens + source, tl.sum(values * output, axis=1), mask=inside)
+    values = tl.load(gradient + source[:, :, None] * width + column, mask=inside[:, :, None], other=0.0).to(tl.float32)
+    output = tl.load(outputs + row[:, :, None] * width + column, mask=inside[:, :, None], other=0.0).to(tl.float32)
+    tl.store(of_weights + column_tile * tokens + source, tl.sum(values * output, axis=2), mask=inside)
     weight = tl.load(weights + source, mask=inside, other=0.0)
-    values = (values * weight[:, None]).to(gradient.dtype.element_ty).to(tl.float32)
+    values = (values * weight[:, :, None]).to(gradient.dtype.element_ty).to(tl.float32)
     _store_rows(values, row_data, row_scale, row, column_tile, rows, width, rows, 1, POW2, EPSILON, LARGEST, TILE)
     if COLUMNS:
         _store_columns(

@@ -17,6 +17,7 @@ from megatron_rl.kernels.quantize.triton import (
     LAUNCH,
     QuantizedPair,
     _e4m3_bytes,
+    _number_tokens,
     _scale_and_inverse,
     _store_columns,
     align,
@@ -169,11 +170,11 @@ def quantize_normed_tile(
 ):  # fmt: skip
     """One program per 128x128 tile of total [tokens, width]."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token, column = token_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
+    token, column = _number_tokens(token_tile * TILE, TILE), column_tile * TILE + tl.arange(0, TILE)
     inside = token < tokens
-    values = tl.load(total + token[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    values = tl.load(total + token[:, :, None] * width + column[None, None, :], mask=inside[:, :, None], other=0.0).to(tl.float32)
     scale, w = tl.load(statistic + token, mask=inside, other=0.0), tl.load(weight + column).to(tl.float32)
-    normed = _normalize(values, scale[:, None], w[None, :], inside[:, None], total.dtype.element_ty)
+    normed = _normalize(values, scale[:, :, None], w[None, None, :], inside[:, :, None], total.dtype.element_ty)
     _store_columns(
         normed, column_data, column_scale, column_scale, column_scale, token, token_tile, column_tile, padded_tokens, width, POW2, False,
         EPSILON, LARGEST, TILE,

@@ -21,11 +21,12 @@ from parallel.formats import BLOCK
 
 QuantizedPair = tuple[torch.Tensor, torch.Tensor]
 
-LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 """No fused multiply-add: the reference rounds x * inverse before it adds the magic number."""
-ROW_LAUNCH = LAUNCH | {"num_warps": 4}
 ROW_COLUMNS = 1024  # columns of a program that quantizes part of a token
 FEW_TOKENS = 256  # up to which tiles of 128 tokens would leave most processors idle
+ROW_TOKENS = 32  # tokens of a program that quantizes only rows
+HARDWARE = tl.constexpr(not triton.knobs.runtime.interpret)  # whether the cast to E4M3 is the hardware's; Triton has it from sm_89 on
 
 
 def align(x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,12 @@ def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST:
 
 
 @triton.jit
-def _e4m3_bytes(values):
-    """Round in FP32 like `precision.fp8.round_to_e4m3_`, so that the cast is exact and needs no rounding mode. -0 keeps its sign. An
-    infinity becomes NaN as in torch's cast; the hardware's cast would saturate."""
+def _e4m3_bytes(values, HARDWARE: tl.constexpr = HARDWARE):
+    """Round float32 values of magnitude at most 448 (1 + 2^-23), as all quantized values are, like a cast of torch: to nearest even, and
+    infinities to NaN. The hardware's cast, one instruction for two values, would make them 448. The interpreter's cast does not round, so
+    that values are rounded like `precision.fp8.round_to_e4m3_` before; -0 keeps its sign."""
+    if HARDWARE:
+        return tl.fma(values, 0.0, values).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = values.to(tl.int32, bitcast=True)
     binade = tl.maximum(bits & 0x7F800000, 121 << 23)
     magic = (binade + (20 << 23)).to(tl.float32, bitcast=True) * 1.5
@@ -64,14 +68,22 @@ def _e4m3_bytes(values):
 
 
 @triton.jit
+def _number_tokens(first, COUNT: tl.constexpr):
+    """Return the numbers of COUNT tokens from `first` on, [4, COUNT / 4]. A tile of values is [4, COUNT / 4, TILE]: a thread then holds
+    four tokens in a row, whose bytes it packs into a word."""
+    return first + (tl.arange(0, 4)[:, None] + 4 * tl.arange(0, COUNT // 4)[None, :])
+
+
+@triton.jit
 def _store_rows(
     values, data, scales, token, column_tile, tokens, width, stride, step, POW2: tl.constexpr, EPSILON: tl.constexpr,
     LARGEST: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Write Q_1x128 of a tile of float32 values, for the first `tokens` tokens."""
     column, inside = column_tile * TILE + tl.arange(0, TILE), token < tokens
-    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
-    tl.store(data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
+    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=2), POW2, EPSILON, LARGEST)
+    target = data + token[:, :, None] * width + column[None, None, :]
+    tl.store(target, _e4m3_bytes(values * inverse[:, :, None]), mask=inside[:, :, None])
     if PACKED:  # `scales` are bytes, of four tiles next to each other
         byte = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
         tl.store(scales + column_tile // 4 * stride + token * step + column_tile % 4, byte, mask=inside)
@@ -84,37 +96,49 @@ def _store_columns(
     values, data, scales, group_start, group_length, token, token_tile, column_tile, tokens, width, POW2: tl.constexpr,
     GROUPED: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, BY_TOKEN: tl.constexpr = False,
 ):  # fmt: skip
-    """Write Q_128x1 of a tile, transposed unless BY_TOKEN; `tokens` is the number of tokens of the result."""
+    """Write Q_128x1 of a tile of TILE tokens, transposed unless BY_TOKEN; `tokens`, a multiple of 16, is the number of tokens of the
+    result."""
     column = column_tile * TILE + tl.arange(0, TILE)
-    scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
-    start, length = tl.zeros([], tl.int64), tokens
-    if GROUPED and not BY_TOKEN:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
-        start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
-        length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
-    quantized = _e4m3_bytes(values * inverse[None, :])
+    scale, inverse = _scale_and_inverse(tl.max(tl.max(tl.abs(values), axis=0), axis=0), POW2, EPSILON, LARGEST)
+    values = values * inverse[None, None, :]
     if BY_TOKEN:
-        tl.store(data + token[:, None] * width + column[None, :], quantized, mask=(token < tokens)[:, None])
+        tl.store(data + token[:, :, None] * width + column[None, None, :], _e4m3_bytes(values), mask=(token < tokens)[:, :, None])
     else:
-        target = data + start * width + column[:, None] * length + (token - start)[None, :]
-        tl.store(target, tl.trans(quantized), mask=(token < tokens)[None, :])
+        start, length = tl.zeros([], tl.int64), tokens
+        if GROUPED:  # each group of tokens (an expert) has its own matrix [width, length], one after the other
+            start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
+            length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
+        word, words = (token_tile * TILE - start) // 4 + tl.arange(0, TILE // 4), tl.multiple_of(length // 4, 4)
+        target = (data + start * width).to(tl.pointer_type(tl.int32)) + column[:, None] * words + word[None, :]
+        tl.store(target, tl.trans(_pack_tokens(values)), mask=(word < words)[None, :])
     tl.store(scales + token_tile * width + column, scale)
+
+
+@triton.jit
+def _pack_tokens(values):
+    """[4, n, TILE] -> int32 [n, TILE] of four bytes: shared memory then transposes words. The cast rounds pairs of neighbors, so it gets
+    pairs of tokens."""
+    pairs = tl.reshape(tl.permute(values, (1, 2, 0)), (values.shape[1], values.shape[2], 2, 2))
+    low, high = tl.split(_e4m3_bytes(tl.join(*tl.split(pairs))))
+    low, high = tl.split(low.to(tl.int32) | (high.to(tl.int32) << 8))
+    return low | (high << 16)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_tile(
     x, row_data, row_scale, column_data, column_scale, sources, group_start, group_length, tokens, padded_tokens, width, row_scale_stride,
     row_scale_step, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, PACKED: tl.constexpr,
-    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program per 128x128 tile of x [tokens, width], or of its rows spread to groups."""
+    """One program per TOKENSx128 tile of x [tokens, width], or of its rows spread to groups."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = token_tile * TILE + tl.arange(0, TILE)
+    token = _number_tokens(token_tile * TOKENS, TOKENS)
     column = column_tile * TILE + tl.arange(0, TILE)
     source, inside = token, token < tokens
     if GROUPED:
         source = tl.load(sources + token).to(tl.int64)
         inside = source >= 0
-    values = tl.load(x + source[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    values = tl.load(x + source[:, :, None] * width + column[None, None, :], mask=inside[:, :, None], other=0.0).to(tl.float32)
     if ROWS:
         _store_rows(
             values, row_data, row_scale, token, column_tile, tokens, width, row_scale_stride, row_scale_step, POW2, EPSILON, LARGEST, TILE,
@@ -211,7 +235,7 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
     if 0 < tokens <= FEW_TOKENS and not packed:
         formula: Any = {"POW2": scale_format == "pow2", "EPSILON": AMAX_EPSILON, "LARGEST": E4M3_MAX, "TILE": BLOCK}
         quantize_row[(tokens, triton.cdiv(width, ROW_COLUMNS))](
-            x, data.view(torch.uint8), scale, width, scale.stride(1), scale.stride(0), COLUMNS=ROW_COLUMNS, **formula, **ROW_LAUNCH
+            x, data.view(torch.uint8), scale, width, scale.stride(1), scale.stride(0), COLUMNS=ROW_COLUMNS, **formula, **LAUNCH
         )
         return
     _launch(x, scale_format, (data, scale), None, None)
@@ -237,8 +261,10 @@ def _launch(
     stride, step, packed = row_scale.stride(-1), row_scale.stride(0), row_scale.dtype == torch.int32
     if packed:
         row_scale, stride, step = row_scale.t().view(torch.uint8), stride * GROUPS_PER_WORD, step * GROUPS_PER_WORD
-    quantize_tile[(blocks, width // BLOCK)](
+    program, pow2 = BLOCK if columns else ROW_TOKENS, scale_format == "pow2"
+    limit = {"maxnreg": 168} if rows and columns and pow2 and groups is None else {}  # three programs on a multiprocessor
+    quantize_tile[(triton.cdiv(tokens, program), width // BLOCK)](
         x, row_data, row_scale, column_data, column_scale, *tables, tokens, blocks * BLOCK, width, stride, step,
-        POW2=scale_format == "pow2", ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None, PACKED=packed,
-        BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, **LAUNCH,
+        POW2=pow2, ROWS=rows is not None, COLUMNS=columns is not None, GROUPED=groups is not None, PACKED=packed,
+        BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK, TOKENS=program, **LAUNCH, **limit,
     )  # fmt: skip

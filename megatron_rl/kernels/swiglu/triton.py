@@ -13,9 +13,11 @@ import triton.language as tl
 from megatron_rl.kernels import blackwell
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.quantize.triton import (
+    LAUNCH,
     ROW_COLUMNS,
-    ROW_LAUNCH,
+    ROW_TOKENS,
     QuantizedPair,
+    _number_tokens,
     _store_columns,
     _store_groups,
     _store_rows,
@@ -88,7 +90,7 @@ def _multiply_rows(x: torch.Tensor, rows: QuantizedPair | None, scale_format: st
     if result.numel():
         multiply_row[(result.numel() // width, triton.cdiv(width, ROW_COLUMNS))](
             x, result, data, scale, width, scale.stride(-1), QUANTIZES=rows is not None, POW2=scale_format == "pow2", EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX, TILE=BLOCK, COLUMNS=ROW_COLUMNS, **ROW_LAUNCH,
+            LARGEST=E4M3_MAX, TILE=BLOCK, COLUMNS=ROW_COLUMNS, **LAUNCH,
         )  # fmt: skip
     return result
 
@@ -99,65 +101,57 @@ def differentiate(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if result.numel():
         grid = gradient.numel() // width, triton.cdiv(width, ROW_COLUMNS)
-        differentiate_row[grid](x, gradient, result, width, COLUMNS=ROW_COLUMNS, **ROW_LAUNCH)
+        differentiate_row[grid](x, gradient, result, width, COLUMNS=ROW_COLUMNS, **LAUNCH)
     return result
 
 
-TILE_LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
-_NARROW_LAUNCH = TILE_LAUNCH | {"num_warps": 8}
-"""For Blackwell's gradients without transposed columns, which would spill 160 to 232 bytes of a thread's 128 registers."""
-
-
 @triton.jit
-def _load_halves(gate_up, first, column, tokens, width, TOKENS: tl.constexpr, TILE: tl.constexpr):
-    """Return gate and up [TOKENS, TILE], float32, from token `first` and column `column` on, and the mask of existing tokens."""
-    token = tl.arange(0, TOKENS)
+def _compute_rows(gate_up, gradient, first, column, token, tokens, width, TILE: tl.constexpr, BACKWARD: tl.constexpr):
+    """Return SwiGLU's result [n, TILE] for tokens `token` [n] after `first`, from column `column` on, rounded, or the gradients of gate and
+    of up."""
     inside = (token < tokens - first)[:, None]
-    source = gate_up + (first * 2 * width + column) + (token[:, None] * 2 * width + tl.arange(0, TILE)[None, :])  # offsets fit in 32 bits
-    gate, up = tl.load(source, mask=inside, other=0.0), tl.load(source + width, mask=inside, other=0.0)
-    return gate.to(tl.float32), up.to(tl.float32), inside
+    column = column + tl.arange(0, TILE)[None, :]
+    source = gate_up + first * 2 * width + (token[:, None] * 2 * width + column)
+    gate, up = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    if BACKWARD:
+        dy = tl.load(gradient + first * width + (token[:, None] * width + column), mask=inside, other=0.0).to(tl.float32)
+        result, second = _differentiate(gate, up, dy)
+    else:
+        result = _multiply(gate, up)
+        second = result
+    return result.to(gate_up.dtype.element_ty), second.to(gate_up.dtype.element_ty)
 
 
 @triton.jit
-def _load_gradients(gate_up, gradient, first, column, tokens, width, TOKENS: tl.constexpr, TILE: tl.constexpr):
-    """Return the rounded gradients of gate and up [TOKENS, TILE]."""
-    gate, up, inside = _load_halves(gate_up, first, column, tokens, width, TOKENS, TILE)
-    source = gradient + (first * width + column) + (tl.arange(0, TOKENS)[:, None] * width + tl.arange(0, TILE)[None, :])
-    dy = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    of_gate, of_up = _differentiate(gate, up, dy)
-    return of_gate.to(gate_up.dtype.element_ty), of_up.to(gate_up.dtype.element_ty)
-
-
-@triton.jit
-def _stack(a, b):
-    """[t, c] and [t, c] -> [2 t, c]."""
-    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+def _interleave(a, b, c, d):
+    """Four times [n, TILE] -> [4, n, TILE], in the layout of `_number_tokens`."""
+    return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (2, 3, 0, 1)), (4, a.shape[0], a.shape[1]))
 
 
 @triton.jit
 def quantize_swiglu_tile(
     gate_up, gradient, row_data, row_scale, column_data, column_scale, group_start, group_length, owners, tokens, row_tokens, column_tokens,
     width, row_scale_stride, POW2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr, GROUPED: tl.constexpr,
-    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """One program per 128x128 tile of SwiGLU's result [tokens, width]. BACKWARD: per tile of its gradient, which gives two tiles of the
-    gradient of gate_up [tokens, 2 width]. Rows of no expert are left out."""
+    """One program per TOKENSx128 tile of SwiGLU's result [tokens, width]. BACKWARD: per tile of its gradient, which gives two tiles of the
+    gradient of gate_up [tokens, 2 width]. Rows of no expert are left out.
+    AGAIN: the second tile is computed by itself, for which fewer registers suffice."""
     token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = token_tile * TILE + tl.arange(0, TILE)
-    first, column = token_tile * TILE, column_tile * TILE
+    first, column = token_tile * TOKENS, column_tile * TILE
+    token, row = _number_tokens(first, TOKENS), 4 * tl.arange(0, TOKENS // 4)
     halves: tl.constexpr = 2 if BACKWARD else 1
     if GROUPED and not COLUMNS:  # with columns, the host knows the counts, and every row has an expert
         owned = (tl.load(owners + first) >= 0).to(tl.int32)
         tokens, row_tokens = tokens * owned, row_tokens * owned
-    if BACKWARD:  # in two steps, since both halves would not fit in registers
-        HALF: tl.constexpr = TILE // 2
-        a, b = _load_gradients(gate_up, gradient, first, column, tokens, width, HALF, TILE)
-        c, d = _load_gradients(gate_up, gradient, first + HALF, column, tokens, width, HALF, TILE)
-        result, second = _stack(a, c), _stack(b, d)
-    else:
-        gate, up, _ = _load_halves(gate_up, first, column, tokens, width, TILE, TILE)
-        result = _multiply(gate, up).to(gate_up.dtype.element_ty)
     for half in tl.static_range(halves):
+        if AGAIN or half == 0:  # in four steps, since the float32 values of all would not fit in registers
+            a, e = _compute_rows(gate_up, gradient, first, column, row, tokens, width, TILE, BACKWARD)
+            b, f = _compute_rows(gate_up, gradient, first, column, row + 1, tokens, width, TILE, BACKWARD)
+            c, g = _compute_rows(gate_up, gradient, first, column, row + 2, tokens, width, TILE, BACKWARD)
+            d, h = _compute_rows(gate_up, gradient, first, column, row + 3, tokens, width, TILE, BACKWARD)
+            result, second = _interleave(a, b, c, d), _interleave(e, f, g, h)
         values, tile = (second if half else result).to(tl.float32), column_tile + half * (width // TILE)
         if ROWS:
             _store_rows(
@@ -200,13 +194,14 @@ def quantize_swiglu(
     row_data, row_scale = (row_pair[0].view(torch.uint8), row_pair[1]) if row_pair else (unused, unused)
     column_data, column_scale = (column_pair[0].view(torch.uint8), column_pair[1]) if column_pair else (unused, unused)
     tables = (unused, unused, unused) if groups is None else (*groups.tiles, groups.experts)
-    narrow = gradient is not None and (by_token or not columns) and blackwell.is_blackwell()
+    splits = blackwell.is_blackwell()
+    program, warps = (BLOCK, 8) if columns else (ROW_TOKENS, 8 if splits else 4)
     if tokens:
-        quantize_swiglu_tile[(-(-tokens // BLOCK), width // BLOCK)](
+        quantize_swiglu_tile[(triton.cdiv(tokens, program), width // BLOCK)](
             gate_up, unused if gradient is None else gradient.contiguous(), row_data, row_scale, column_data, column_scale,
             *tables, tokens, len(row_pair[0]) if row_pair else 0, column_pair[0].shape[1] if column_pair else 0, width,
             row_scale.stride(-1), POW2=scale_format == "pow2", ROWS=rows, COLUMNS=columns, BACKWARD=gradient is not None,
             GROUPED=groups is not None, BY_TOKEN=by_token, EPSILON=AMAX_EPSILON, LARGEST=E4M3_MAX, TILE=BLOCK,
-            **(_NARROW_LAUNCH if narrow else TILE_LAUNCH),
+            TOKENS=program, AGAIN=columns and splits, **(LAUNCH | {"num_warps": warps}),
         )  # fmt: skip
     return row_pair, shape_groups(column_pair, groups, by_token)
