@@ -37,9 +37,11 @@ def in_interpreter(test):
     return run
 
 
-def call_with_triton(function, interpret=False):
-    """Return the result of a module's function without arguments, called in a process that imports Triton, and not only its stub."""
-    return _start_process(interpret).submit(_call_undecorated, function.__module__, function.__name__).result()
+def call_with_triton(function, interpret=False, alone=False):
+    """Return the result of a module's function without arguments, called in a process that imports Triton, and not only its stub; `alone`
+    in a process of its own, since Triton keeps what it compiled for another architecture."""
+    start = _start_process.__wrapped__ if alone else _start_process
+    return start(interpret).submit(_call_undecorated, function.__module__, function.__name__).result()
 
 
 @functools.cache

@@ -40,9 +40,9 @@ class DeepGemmExperts:
         """Stack the blocks of the experts: `fprop` data `[E, N, K]` and scales `[E, N/128, K/128]`, `dgrad` with both transposed."""
         if len(blocks[0].data) % BLOCK:
             raise RunError(f"deep_gemm cannot multiply with experts {list(blocks[0].data.shape)} whose blocks are cut")
-        weights = [self._single.prepare(expert, None) for expert in blocks]
-        fprop, dgrad = ([getattr(weight, side) for weight in weights] for side in ("fprop", "dgrad"))
-        return DeepGemmWeight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))
+        for expert in blocks:
+            self._single.check_weight(expert, None)
+        return DeepGemmWeight(_stack([expert.data for expert in blocks]), torch.stack([expert.scale for expert in blocks]))
 
     def quantize(self, x: torch.Tensor, groups: TokenGroups, *, rows: bool, columns: bool) -> Operand:
         """Quantize tokens x bf16 `[n, K]`, spread to the T rows of the groups. `columns` data is flat, one `[K, group]` matrix after

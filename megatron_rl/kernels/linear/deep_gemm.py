@@ -10,11 +10,12 @@ The tensor core sums 128 terms, then `sum += scale_a * scale_b * partial` in FP3
 `kernels.sums.triton` sums by the tree.
 """
 
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from megatron_rl.kernels.linear.base import GpuBackend, Operand
+from megatron_rl.kernels.linear.base import GpuBackend, Operand, transpose_bytes
 from megatron_rl.kernels.linear.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import append_zeros
@@ -26,13 +27,17 @@ GROUP_RECIPE = (1, 1, 128)
 _TMA_ALIGNMENT = 16  # alignment in bytes of addresses that the tensor memory accelerator writes to
 
 
-class DeepGemmWeight(NamedTuple):
-    """The blocks for both products: `fprop` data `[N, K]` and scales `[N/128, K/128]`; `dgrad` holds both transposed, with N padded
-    to whole
-    blocks."""
+class DeepGemmWeight:
+    """The blocks for both products: `fprop` data `[..., N, K]` and scales `[..., N/128, K/128]`; `dgrad` holds both transposed, with N
+    padded to whole blocks. It is made at the first backward pass, so a model that only scores has none."""
 
-    fprop: tuple[torch.Tensor, torch.Tensor]
-    dgrad: tuple[torch.Tensor, torch.Tensor]
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.fprop = data, scale
+
+    @cached_property
+    def dgrad(self) -> tuple[torch.Tensor, torch.Tensor]:
+        data, scale = self.fprop
+        return transpose_bytes(data, -data.shape[-2] % BLOCK), scale.mT.contiguous()
 
 
 class DeepGemmBackend(GpuBackend):
@@ -41,8 +46,7 @@ class DeepGemmBackend(GpuBackend):
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
-        transposed = append_zeros(blocks.data.view(torch.uint8).t(), -1, -len(blocks.data) % BLOCK).contiguous().view(blocks.data.dtype)
-        return DeepGemmWeight((blocks.data, blocks.scale), (transposed, blocks.scale.t().contiguous()))
+        return DeepGemmWeight(*blocks)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.kernels.quantize.triton import quantize_activation

@@ -10,11 +10,11 @@ defaults are class attributes that are fixed at import.
 """
 
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-from megatron_rl.kernels.linear.base import GpuBackend, Operand
+from megatron_rl.kernels.linear.base import GpuBackend, Operand, transpose_bytes
 from megatron_rl.kernels.linear.gather import PendingOperand, start_gathering_columns, start_gathering_rows
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.contract import AMAX_EPSILON
@@ -26,9 +26,18 @@ _TOKENS = 16
 """Tokens are padded with zeros to this multiple: cuBLAS reads the transposed operand of WGrad in rows of T bytes, aligned to 16."""
 
 
-class TransformerEngineWeight(NamedTuple):
-    tensor: Any  # block-scaled tensor of Transformer Engine
-    rows: int  # number of rows without padding
+class TransformerEngineWeight:
+    """Block-scaled tensors of Transformer Engine, by rows for FProp and by columns for DGrad. The latter is made at the first backward
+    pass."""
+
+    def __init__(self, backend: "TransformerEngineBackend", data: torch.Tensor, scale: torch.Tensor) -> None:
+        self._backend, self.scale, self.rows = backend, scale, len(data)
+        self.data = append_zeros(data.view(torch.uint8), -2, -self.rows % BLOCK)
+        self.fprop = backend.wrap_weight((self.data, pad_scales(scale)), None)
+
+    @cached_property
+    def dgrad(self) -> Any:
+        return self._backend.wrap_weight(None, (transpose_bytes(self.data), pad_scales(self.scale.t())))
 
 
 class TransformerEngineBackend(GpuBackend):
@@ -38,10 +47,11 @@ class TransformerEngineBackend(GpuBackend):
 
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> TransformerEngineWeight:
         self.check_weight(blocks, row_order)
-        rows, scale = len(blocks.data), blocks.scale
-        data = append_zeros(blocks.data.view(torch.uint8), -2, -rows % BLOCK)
-        tensor = self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
-        return TransformerEngineWeight(tensor, rows)
+        return TransformerEngineWeight(self, *blocks)
+
+    def wrap_weight(self, rows: Any, columns: Any) -> Any:
+        """Return a block-scaled tensor of the pairs of data and scales that are given."""
+        return self._tensor(self.weight_quantizer, rows, columns)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         self.check_input(x)
@@ -72,20 +82,19 @@ class TransformerEngineBackend(GpuBackend):
         return wrap
 
     def fprop(self, x: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
-        product = self._multiply(weight.tensor, x, "TN", weight.tensor.get_metadata()["rowwise_data"])
+        product = self._multiply(weight.fprop, x, "TN", weight.data)
         return product[:, : weight.rows].contiguous()
 
     def fprop_by_tree(self, x: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
         """Multiply with the project's Triton kernel, since cuBLAS chooses its own order."""
-        metadata = weight.tensor.get_metadata()
-        data, weight_scale = metadata["rowwise_data"][: weight.rows], metadata["rowwise_scale_inv"]
+        data = weight.data[: weight.rows]
         if not x.tokens:
             return torch.empty(0, len(data), device=data.device)
         rows, scale = x.rows[0][: x.tokens].view(torch.float8_e4m3fn), x.rows[1].t()[: x.tokens]
-        return tree.multiply_blocks((rows, scale), (data.view(torch.float8_e4m3fn), weight_scale[:, : data.shape[1] // BLOCK]))
+        return tree.multiply_blocks((rows, scale), (data.view(torch.float8_e4m3fn), weight.scale))
 
     def dgrad(self, dy: Operand, weight: TransformerEngineWeight) -> torch.Tensor:
-        return self._multiply(weight.tensor, dy, "NN", weight.tensor.get_metadata()["columnwise_data"])
+        return self._multiply(weight.dgrad, dy, "NN", weight.dgrad.get_metadata()["columnwise_data"])
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
         if not dy.tokens:

@@ -23,7 +23,7 @@ def count_all():
 
 @needs_triton
 def test_kernels_that_quantize_take_few_instructions_and_spill_none():
-    counts = call_with_triton(count_all)
+    counts = call_with_triton(count_all, alone=True)
     for name, (per_value, _, registers, spilled, _) in counts.items():
         most, most_registers = LIMITS.get(name, (21, 255))
         assert per_value <= most and registers <= most_registers and not spilled, (name, per_value, registers, spilled)

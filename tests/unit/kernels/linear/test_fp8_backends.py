@@ -51,6 +51,38 @@ def test_products_are_the_references(name, scale_format, tokens, rows):
         assert_close(got, wanted, rtol)
 
 
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine", "experts"])
+def test_a_model_that_only_scores_holds_no_transposed_weights(name):
+    """Beside the blocks themselves; grouped products need them stacked."""
+    format, blocks = FP8.with_scales("pow2"), [quantize_weight(uneven_matrix(N, K, seed), "pow2") for seed in (3, 4)]
+    (x, dy), groups = activations(150), TokenGroups.from_counts([100, 50], "cpu")
+    if name == "experts":
+        backend = DeepGemmExperts(format)
+        weight, given = backend.prepare(blocks), (groups,)
+    else:
+        backend = make_backend(name, format)
+        weight, given = backend.prepare(blocks[0], None), ()
+    backend.fprop(backend.quantize(x, *given, rows=True, columns=False), weight, *given)
+    assert count_held_bytes(weight) == (2 if name == "experts" else 1) * N * K
+    backend.dgrad(backend.quantize(dy, *given, rows=True, columns=False), weight, *given)
+    assert count_held_bytes(weight) == (4 if name == "experts" else 2) * N * K
+
+
+def count_held_bytes(weight):
+    """Return the bytes of all E4M3 data that a prepared weight holds, once per memory."""
+    held, waiting = {}, [vars(weight)]
+    for each in waiting:
+        if isinstance(each, torch.Tensor):
+            held[each.data_ptr()] = each.numel() * (each.itemsize == 1)
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, tuple):
+            waiting += each
+        elif hasattr(each, "get_metadata"):
+            waiting.append(each.get_metadata())
+    return sum(held.values())
+
+
 @both_scale_formats
 @pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
 @pytest.mark.parametrize("tokens", [150, 3, 0])
