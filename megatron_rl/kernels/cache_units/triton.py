@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.kernels.quantize.triton import ROW_COLUMNS, ROW_LAUNCH, _e4m3_bytes
+from megatron_rl.kernels.quantize.triton import LAUNCH, ROW_COLUMNS, _e4m3_bytes
 from megatron_rl.precision.contract import E4M3_MAX
 
 
@@ -41,6 +41,6 @@ def enter_units(
         width, key_width = parts[0].shape[1], parts[1].shape[1]
         enter_units_row[(len(query), triton.cdiv(max(width, key_width), ROW_COLUMNS))](
             *parts, scales, *results, width, key_width, *(each.stride(0) for each in parts), LARGEST=E4M3_MAX, COLUMNS=ROW_COLUMNS,
-            **ROW_LAUNCH,
+            **LAUNCH,
         )  # fmt: skip
     return results
