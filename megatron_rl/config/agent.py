@@ -28,7 +28,7 @@ class AgentConfig(ConfigSection):
     timeout: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Time limit for one episode in seconds. After that its processes are terminated and `reward.on_error` applies."""
     memory_mb: int = Field(4096, ge=256, le=MAX_MB)
-    """Address-space limit of an agent process in MiB."""
+    """Maximum resident memory of an agent and all processes that it starts, in MiB. It is measured every second."""
 
     @model_validator(mode="after")
     def _is_named_once(self) -> Self:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,7 +26,17 @@ LONGEST_END = 5.0
 MOST_ERROR_BYTES = 1 << 16
 """Bytes of a program's standard error that the keeper passes on."""
 _LEFT_OUT = b"\n[a worker wrote more to its standard error; the rest is left out]\n"
+_MEASURE_SECONDS, _MEASURE_SHARE = 1.0, 0.02
+"""Seconds between two measurements of the memory, and the share of a core that they may take."""
 _AT_ONCE = 4096  # bytes that a pipe which is ready for writing takes without blocking
+
+
+class MemoryLimit(NamedTuple):
+    """Limit of the resident memory of all processes below the keeper. Their address space is free: V8, JVMs, and Chromium reserve much."""
+
+    option: str  # that sets it, in MiB
+    memory_mb: int
+    errors: int  # descriptor that gets a line if it is exceeded
 
 
 def prctl(option: int, value: int) -> None:
@@ -34,10 +44,10 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def fork_kept_child(parent: int, files: Sequence[int], relay: bool = False) -> None:
+def fork_kept_child(parent: int, files: Sequence[int], relay: bool = False, limit: MemoryLimit | None = None) -> None:
     """Fork. Return in the child, which leads a session of its own. This process never returns: it keeps the child until that ends or the
     process `parent`, its parent, does. `files`: descriptors that only the child needs. `relay`: pass on only the first bytes of the child's
-    standard error."""
+    standard error. `limit`: what the child and all below it may hold in memory, among `files`."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped keeper notices it too
     if os.getppid() != parent:  # it has ended already
@@ -62,21 +72,22 @@ def fork_kept_child(parent: int, files: Sequence[int], relay: bool = False) -> N
             os._exit(0)
         return
     try:
-        for file in (*files, *((remote,) if relay else ())):
+        for file in (*(file for file in files if not (limit and file == limit.errors)), *((remote,) if relay else ())):
             os.close(file)
-        _watch(child, parent_fd, woken, errors)
+        _watch(child, parent_fd, woken, errors, limit)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     _end_as(_end_everything(child))
 
 
-def _watch(child: int, parent_fd: int, woken: int, errors: int) -> None:
-    """Return once the child or the parent has ended, or a signal came."""
+def _watch(child: int, parent_fd: int, woken: int, errors: int, limit: MemoryLimit | None) -> None:
+    """Return once the child or the parent has ended, a signal came, or the limit is exceeded."""
+    wait = _MEASURE_SECONDS if limit else None
     poll, allowed, child_fd = select.poll(), MOST_ERROR_BYTES, os.pidfd_open(child)
     for file in (child_fd, parent_fd, woken, *((errors,) if errors >= 0 else ())):
         poll.register(file, select.POLLIN)
     while True:
-        ready = {file for file, _ in poll.poll()}
+        ready = {file for file, _ in poll.poll(wait and 1000 * wait)}
         if errors in ready:
             text = os.read(errors, 1 << 16)
             if not text:
@@ -84,6 +95,46 @@ def _watch(child: int, parent_fd: int, woken: int, errors: int) -> None:
             allowed = _pass_on(text, allowed)
         elif ready:
             return
+        if limit:
+            start = time.monotonic()
+            if _exceeds(limit):
+                return
+            wait = max(_MEASURE_SECONDS, (time.monotonic() - start) / _MEASURE_SHARE)
+
+
+def _exceeds(limit: MemoryLimit) -> bool:
+    """Return whether the processes below this one hold more memory than they may, and say so. Pages that several of them share, as forks
+    do, are counted once, but only if the sum with them is too large, because that takes long."""
+    most, pids = limit.memory_mb << 20, _find_children()
+    pages = sum(int(text.split()[1]) for pid in pids if (text := _read(pid, "statm")))
+    if pages * resource.getpagesize() <= most:
+        return False
+    lines = [line.split() for pid in pids for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:")]
+    held = sum(int(words[1]) << 10 for words in lines) or pages * resource.getpagesize()  # where Linux does not say what is shared
+    if held <= most:
+        return False
+    text = f"{limit.option} = {limit.memory_mb}: the agent and its processes hold {held >> 20} MiB in memory; raise it"
+    os.set_blocking(limit.errors, False)
+    with contextlib.suppress(OSError):
+        os.write(limit.errors, f"\n{text}\n".encode())
+    return True
+
+
+def _find_children() -> list[int]:
+    """Return the processes below this one, without a look at all others of the machine if Linux lists children."""
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return _find_descendants()
+    found = [os.getpid()]
+    for pid in found:  # it grows meanwhile
+        with contextlib.suppress(OSError):
+            found += [int(word) for task in os.listdir(f"/proc/{pid}/task") for word in _read(pid, f"task/{task}/children").split()]
+    return found[1:]
+
+
+def _read(pid: int, name: str) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
+        return file.read()
+    return ""
 
 
 def _pass_on(text: bytes, allowed: int) -> int:

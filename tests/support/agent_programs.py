@@ -1,6 +1,7 @@
 """Agents for tests that use only the standard library, so they start fast."""
 
 import json
+import mmap
 import random
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from os import environ, getpid, getppid, kill
 from signal import SIGKILL, SIGSTOP
 
 from megatron_rl.types import Reward
+
+MAP_NORESERVE = 0x4000  # Linux's
 
 
 def post(messages, **options):
@@ -75,6 +78,17 @@ def judge_oneself(problem):
 
 def judge_nothing(problem):
     """Send no request."""
+
+
+def hold_memory(problem):
+    """Reserve 64 GiB of addresses, and hold as many MiB of memory as the prompt says, half of them in a child."""
+    reserved = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    half = int(problem.prompt) << 19
+    held = b"x" * half
+    post([{"role": "user", "content": "a"}], max_tokens=12)
+    child = subprocess.Popen([sys.executable, "-c", f"held = b'x' * {half}; import time; time.sleep(3)"])
+    child.wait()
+    assert len(reserved) > len(held)
 
 
 def end_server(problem):

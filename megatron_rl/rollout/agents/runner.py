@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from megatron_rl.plugs import AGENTS
 from megatron_rl.types import Episode
-from megatron_rl.workers.keeper import become, fork_kept_child, ignore_signals_for_parent
-from megatron_rl.workers.process import limit_memory, seed_libraries
+from megatron_rl.workers.keeper import MemoryLimit, become, fork_kept_child, ignore_signals_for_parent
+from megatron_rl.workers.process import seed_libraries
 
 REWARD_VARIABLE = "MEGATRON_RL_REWARD"
 MOST_BYTES = 1 << 16  # maximum size of a message in bytes
@@ -60,11 +60,10 @@ def serve(channel: socket.socket, memory_mb: int) -> bool:
             continue
         channel.close()
         os.setsid()
-        fork_kept_child(server, files)
+        fork_kept_child(server, files, limit=MemoryLimit("agent.memory_mb", memory_mb, files[1]))
         for source, target in zip(files, (0, 2, _REWARD_FD), strict=True):
             os.dup2(source, target)  # programs inherit these files too
         os.environ.update(request, **{REWARD_VARIABLE: f"/dev/fd/{_REWARD_FD}"})
-        limit_memory(memory_mb)
         return True
 
 

@@ -1,6 +1,7 @@
 """Agents in their own processes through the real endpoint: their requests become completions, and their failures affect only themselves."""
 
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -79,6 +80,39 @@ def test_agents_survive_the_end_of_their_server_but_a_module_that_ends_its_proce
     assert lost.environment_error == again.environment_error == "the process that agents are forked from has ended"
     with sampler_of(name="support.no_such_module:agent") as sampler, pytest.raises(RunError, match=r"no agent support\.no_such_module"):
         sample(sampler, "a")
+
+
+def test_the_memory_of_an_agent_and_its_children_is_limited_and_its_addresses_are_not(descendants):
+    with sampler_of(name=f"{AGENTS}:hold_memory", memory_mb=512) as sampler:
+        small, large = sample(sampler, "100", "700")
+    assert (small.environment_error, small.calls) == ("", 1)
+    assert re.match(
+        r"signal 9: agent\.memory_mb = 512: the agent and its processes hold \d+ MiB in memory; raise it", large.environment_error
+    )
+    assert alive_after(descendants(), 60) == []
+
+
+NODE = """
+const line = require("fs").readFileSync(0, "utf8");
+const ask = async (body, read) => read(await fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {
+  method: "POST", body: JSON.stringify(body),
+  headers: {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY}}));
+(async () => {
+  const messages = [{role: "user", content: JSON.parse(line).prompt}];
+  const first = await ask({messages}, async (answer) => (await answer.json()).choices[0].message);
+  messages.push(first, {role: "user", content: "again"});
+  const text = await ask({messages, stream: true}, (answer) => answer.text());
+  if (!text.includes("data: [DONE]")) process.exit(5);
+})();
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node")
+def test_the_guides_agent_in_node_runs_within_the_default_limits(tmp_path):
+    (tmp_path / "agent.js").write_text(NODE)
+    with sampler_of(name=None, command=("node", str(tmp_path / "agent.js"))) as sampler:
+        (completion,) = sample(sampler, "a")
+    assert (completion.environment_error, completion.calls, len(completion.conversations)) == ("", 2, 1)
 
 
 class Stuck(Policy):
