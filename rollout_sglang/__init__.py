@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
@@ -19,7 +21,7 @@ class SGLangLauncher:
 
     def check(self, config: Config) -> None:
         from rollout_sglang.hooks import blackwell
-        from rollout_sglang.server_options import ATTENTION, check, check_graphs, check_tool_parser, check_triton_attention
+        from rollout_sglang.server_options import ATTENTION, check, check_graphs, check_parsers, check_triton_attention
 
         options = dict(config.rollout.sglang)
         blackwell.check_options(options)
@@ -29,8 +31,8 @@ class SGLangLauncher:
             options.pop(ATTENTION, None)
         check(options)
         check_graphs(config)
-        if config.agent is not None and config.agent.tool_parser:
-            check_tool_parser(config.agent.tool_parser)
+        if config.agent is not None:
+            check_parsers(config.agent)
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False, seed: int = 0) -> Engine:
         from rollout_sglang.engine import SGLangEngine
@@ -38,11 +40,19 @@ class SGLangLauncher:
 
         return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number, empty, seed))
 
-    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
+    def serve(
+        self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str, options: Mapping[str, Any]
+    ) -> NoReturn:
         from rollout_sglang.launch_args import EngineLaunchSpec, EngineServer
+        from rollout_sglang.serving import OPTIONS_VARIABLE
 
-        named = ("--served-model-name", config.model.name)
-        EngineServer(EngineLaunchSpec(config, model_path, log_dir, arguments=named, port=port, api_key=api_key)).serve(greeting)
+        arguments = ["--served-model-name", config.model.name, "--sampling-defaults", "openai"]
+        os.environ[OPTIONS_VARIABLE] = json.dumps(options)
+        if config.agent is not None:
+            names = {"--tool-call-parser": config.agent.tool_parser, "--reasoning-parser": config.agent.reasoning_parser}
+            arguments += [word for name, value in names.items() if value for word in (name, value)]
+        spec = EngineLaunchSpec(config, model_path, log_dir, arguments=tuple(arguments), port=port, api_key=api_key)
+        EngineServer(spec).serve(greeting)
 
     def fetch_columns(self, config: Config, columns_B: Sequence[RemoteColumns], routing: RoutingShape | None) -> list[Generation]:
         from rollout_sglang.remote_columns import fetch_columns

@@ -34,6 +34,7 @@ class KeyCheck:
 
     def _is_allowed(self, scope: Any) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given += [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]  # Anthropic's clients
         return scope["path"].startswith(_PUBLIC) or (len(given) == 1 and secrets.compare_digest(given[0], self._expected))
 
 

@@ -99,12 +99,18 @@ class SGLangEngine(RankRequests, RecordingRequests):
         return [generations[index] for index in range(len(prompts_B))]
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
-        path, body = "/parse_function_call", {"text": text, "tools": json.loads(tools), "tool_call_parser": parser}
+        parsed = self._parse("/parse_function_call", {"text": text, "tools": json.loads(tools), "tool_call_parser": parser})
+        return parsed and ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
+
+    def separate_thought(self, text: str, parser: str) -> tuple[str, str] | None:
+        parsed = self._parse("/separate_reasoning", {"text": text, "reasoning_parser": parser})
+        return parsed and (parsed["reasoning_text"] or "", parsed["text"] or "")
+
+    def _parse(self, path: str, body: dict[str, Any]) -> Any:
         response = self._request(path, body)
         if response.status_code in _UNPARSED and not self.server.processes.has_ended():
             return None  # some parsers raise on text without a call, or on schemas that they do not know
-        parsed = self._read_answer(path, response)
-        return ParsedToolCalls(parsed["normal_text"], [(call["name"], call["parameters"]) for call in parsed["calls"]])
+        return self._read_answer(path, response)
 
     def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
         parameters = {**make_sampling_params(sampling), "ignore_eos": True}

@@ -3,6 +3,7 @@ trainer, because SGLang kills its parent process when a scheduler crashes. Impor
 detokenizer import it first, because their functions are defined here."""
 
 import argparse
+import json
 import multiprocessing.connection
 import os
 import shlex
@@ -21,6 +22,7 @@ from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.shards import no_garbage_collection
 from rollout_sglang import access, process, remote_columns
 from rollout_sglang.platform import stub_modules
+from rollout_sglang.serving import OPTIONS_VARIABLE, DefaultOptions
 
 stub_modules.install()
 if __name__ == "__mp_main__":  # a child that a GPU's server spawned
@@ -84,6 +86,8 @@ def main(arguments: list[str]) -> None:
     server_args = prepare_server_args([*arguments[2:], *meeting])
     os.environ |= make_bypass([server_args.host])  # SGLang calls itself
     remote_columns.add_routes(app)
+    if options := os.environ.pop(OPTIONS_VARIABLE, ""):
+        app.add_middleware(DefaultOptions, options=json.loads(options))
     access.require_key(app, os.environ.pop(process.API_KEY_VARIABLE))
     scoring.start(app, Path(server_args.model_path), serves=store is not None)
     launch_server(

@@ -3,7 +3,7 @@ are refused. Names, types and groups are parsed from SGLang's source without imp
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.agent import AgentConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
 
@@ -152,17 +153,26 @@ def check_triton_attention(config: Config) -> None:
     raise UserError(f"{FIELD}.{ATTENTION}", "triton", rule, fix)
 
 
-def check_tool_parser(name: str) -> None:
-    """Raise UserError if SGLang has no tool parser of that name, according to its source."""
-    folder = find_sglang_folder()
-    if folder is None:
-        return  # the machine that runs the engines checks this
-    source = folder / "srt" / "function_call" / "function_call_parser.py"
-    assigned: Any = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.AnnAssign)]
-    table = next(node.value for node in assigned if getattr(node.target, "id", "") == "ToolCallParserEnum" and node.value)
-    known = [key.value for key in table.keys if isinstance(key, ast.Constant)]
-    if name not in known:
-        raise UserError("agent.tool_parser", name, "is not a tool parser of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
+_PARSERS = {
+    "tool_parser": ("function_call/function_call_parser.py", "ToolCallParserEnum"),
+    "reasoning_parser": ("parser/reasoning_parser.py", "DetectorMap"),
+}
+"""Field of `[agent]` -> where SGLang's source lists its values."""
+
+
+def check_parsers(agent: AgentConfig) -> None:
+    """Raise UserError if SGLang has no parser of a name that the agent's section gives, according to its source."""
+    values: Iterator[Any]
+    for field, (file, table) in _PARSERS.items():
+        if not (name := getattr(agent, field)) or (folder := find_sglang_folder()) is None:
+            continue  # the machine that runs the engines checks this
+        nodes = ast.walk(ast.parse((folder / "srt" / file).read_text(encoding="utf-8")))
+        values = (
+            node.value for node in nodes if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == table and node.value
+        )
+        known = [key.value for key in next(values).keys if isinstance(key, ast.Constant)]
+        if name not in known:
+            raise UserError(f"agent.{field}", name, f"is no {field} of SGLang", f"use one of {', '.join(sorted(map(str, known)))}")
 
 
 def make_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -231,13 +231,17 @@ def serve(
     host: Annotated[str, typer.Option(help="Address of the network interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     tp: Annotated[int, typer.Option(min=1, help="Number of devices that share the model, its tensor-parallel size.")] = 1,
+    config: Annotated[Path | None, typer.Option(help="TOML file of the run: its sampling and parsers.", show_default=False)] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="SGLang's name for the format of tool calls.")] = "",
+    reasoning_parser: Annotated[str, typer.Option(help="SGLang's name for the format of thoughts.")] = "",
 ) -> None:
     """Serve a checkpoint, as of `export`, with OpenAI's interface until Ctrl-C, by the engine of a run. Clients need the API key: the value
     of the environment variable MEGATRON_RL_API_KEY, or a new one that is printed. Options such as --rollout.max_total_tokens apply to the
     engine."""
     from megatron_rl.cli.serve import serve as run_server
 
-    run_server(folder, port, {"hosts": (host,), "tp": tp}, overrides or [])
+    parsers = {"tool_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    run_server(folder, port, {"hosts": (host,), "tp": tp}, overrides or [], config, parsers)
 
 
 @app.command()

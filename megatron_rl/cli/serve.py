@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.hub import find_model_folder
-from megatron_rl.config.loading import make_config
+from megatron_rl.config.loading import load_config, make_config
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_high_format
@@ -22,14 +22,22 @@ from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import MODES
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 KEY_VARIABLE = "MEGATRON_RL_API_KEY"
 
 
-def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Serve until a signal ends this process. `fields` of `[rollout]` precede `overrides`. Raise UserError before an engine starts, or
+def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str], run: Path | None, parsers: dict[str, str]) -> None:
+    """Serve until a signal ends this process. `fields` of `[rollout]` precede `overrides`. `run`: the configuration that trained the
+    checkpoint, which gives sampling and parsers; `parsers` of `[agent]` precede its own. Raise UserError before an engine starts, or
     RunError if it ends by itself."""
     path = pin_hub_model(path, "FOLDER")
-    config = _make_config(path, fields, overrides)
+    trained = load_config(run) if run else None
+    if trained is not None:
+        fields = {name: getattr(trained.rollout, name) for name in SAMPLING} | fields
+    agent: dict[str, str] = {name: getattr(trained.agent, name) for name in parsers} if trained and trained.agent else {}
+    agent = {**dict.fromkeys(parsers, ""), **agent, **{name: value for name, value in parsers.items() if value}}
+    config = _make_config(path, fields, overrides, agent)
+    options = {name: getattr(config.rollout, name) for name in SAMPLING}
     given = os.environ.pop(KEY_VARIABLE, "")
     if given and not re.fullmatch(r"\w[\w.~+/=-]*", given, re.ASCII):
         raise UserError(KEY_VARIABLE, None, "must consist of letters, digits, and . ~ + / = _ -", "write another key, or unset it")
@@ -48,16 +56,19 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
 
     lines = (
         f"serving: {config.model.name} at http://{host}:{port}/v1 until Ctrl-C",
+        f"sampling: {', '.join(f'{name} {value:g}' for name, value in options.items())}, unless a request says otherwise",
         f"API key: {f'the value of {KEY_VARIABLE}' if given else key}",
         f"log:     {folder / 'engine.log'}",
     )
     try:
-        launcher.serve(config, checkpoint.prepare(config, folder / "model"), folder, port, key, "\n".join(lines))
+        model = checkpoint.prepare(config, folder / "model")
+        options |= {"chat_template_kwargs": kwargs} if trained and (kwargs := dict(trained.data.chat_template_kwargs)) else {}
+        launcher.serve(config, model, folder, port, key, "\n".join(lines), options)
     except RunError as error:
         raise RunError(str(error).partition("; log: ")[0], error.log_tail) from None  # the log is removed with its folder
 
 
-def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str]) -> Config:
+def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str], agent: dict[str, str]) -> Config:
     """Return the configuration of an engine that serves a checkpoint in its own precision."""
     hf_config = read_config(find_model_folder(path), "FOLDER")
     stored = find_checkpoint_format(hf_config)
@@ -67,4 +78,5 @@ def _make_config(path: Path, fields: dict[str, Any], overrides: Sequence[str]) -
     if stored:
         precision["scale_format"] = stored.scale_format
     no_run = {"data": {"max_prompt_tokens": 1}, "rollout": {**fields, "max_new_tokens": 1}}  # requests have their own lengths
+    no_run["agent"] = {"command": ["none"], "max_tokens": 2, **agent}
     return make_config({"model": {"path": str(path)}, "precision": precision, **no_run}, overrides)

@@ -17,6 +17,8 @@ class AgentConfig(ConfigSection):
     """Agent program with its arguments, used instead of `name`. It reads the problem from standard input as one line of JSON."""
     tool_parser: str = ""
     """SGLang's name for the format of the policy's tool calls, such as `qwen25`. If empty, tool calls are not parsed."""
+    reasoning_parser: str = ""
+    """SGLang's name for the format of the policy's thoughts, such as `qwen3`. If empty, thoughts are part of the text."""
     max_calls: int = Field(16, ge=1, le=MAX_COUNT)
     """Maximum number of policy responses in one episode, over all its conversations. Each has at most `rollout.max_new_tokens` tokens."""
     max_tokens: int = Field(4096, ge=2, le=MAX_TOKENS)

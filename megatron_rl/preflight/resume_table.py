@@ -98,7 +98,7 @@ TABLE = (
     Row("reward", "workers timeout memory_mb max_error_share", FREELY, _LIMITS),
     Row("environment", "name max_turns max_tokens", NAMED, "Changes what the environment does."),
     Row("environment", "workers timeout memory_mb", FREELY, _LIMITS),
-    Row("agent", "name command tool_parser max_calls max_tokens own_reward", NAMED, "Changes what the agent does."),
+    Row("agent", "name command tool_parser reasoning_parser max_calls max_tokens own_reward", NAMED, "Changes what the agent does."),
     Row("agent", "workers timeout memory_mb", FREELY, _LIMITS),
     Row("placement", "kind", FREELY, "Only decides who holds memory when."),
     Row("placement", "max_staleness", NAMED, "Changes the age of the tokens that are trained on."),

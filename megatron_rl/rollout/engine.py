@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -113,6 +113,9 @@ class Engine(Protocol):
 
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         """Return the tool calls in a response, or None if the parser of that name fails. `tools`: JSON as in chat completions."""
+
+    def separate_thought(self, text: str, parser: str) -> tuple[str, str] | None:
+        """Return the thought of a response, and the rest, or None if the parser of that name fails."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return every weight that each engine rank serves from, by name."""
@@ -256,8 +259,11 @@ class EngineLauncher(Protocol):
         folder has only config.json and the tokenizer, and the engine refuses requests until the first proved sync. `seed` (31 bits): of
         the engine's own random numbers, which sample where a request's seed is not used."""
 
-    def serve(self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str) -> NoReturn:
-        """Serve a checkpoint with OpenAI's interface at this port. Print `greeting` when it is up. Raise RunError if it ends by itself."""
+    def serve(
+        self, config: Config, model_path: Path, log_dir: Path, port: int, api_key: str, greeting: str, options: Mapping[str, Any]
+    ) -> NoReturn:
+        """Serve a checkpoint with OpenAI's interface at this port, with the parsers of `[agent]`. `options`: of requests that leave them
+        out. Print `greeting` when it is up. Raise RunError if it ends by itself."""
 
     def fetch_columns(self, config: Config, columns_B: Sequence[RemoteColumns], routing: RoutingShape | None) -> list[Generation]:
         """Return completions whose columns engines have kept, with the columns and their prompts. Called on any rank. `routing`: shape of

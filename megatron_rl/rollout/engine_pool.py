@@ -161,6 +161,9 @@ class EnginePool:
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls | None:
         return self._ask(0, lambda engine: engine.parse_tool_calls(text, tools, parser))
 
+    def separate_thought(self, text: str, parser: str) -> tuple[str, str] | None:
+        return self._ask(0, lambda engine: engine.separate_thought(text, parser))
+
     def _ask(self, count: int, call: Callable[[Engine], T]) -> T:
         """Return one engine's answer to a request of `count` completions. If that engine is lost, ask another one."""
         while True:

@@ -39,13 +39,15 @@ def check_version() -> None:
 
 
 def _list_hooks() -> list[Hook]:
-    from rollout_sglang import access, answering, rank_handler
+    from rollout_sglang import access, answering, rank_handler, serving
     from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, special_text, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.entrypoints.http_server.serve_generate_request", answering.answer_in_columns, "AROUND"),
         (_OPENAI + "serving_chat.OpenAIServingChat._render_and_encode_chat_template", special_text.render, "AROUND"),
         (_OPENAI + "parallel_prompt_encode.parallel_prompt_encode", special_text.encode, "AROUND"),
+        (_OPENAI + "serving_chat.OpenAIServingChat._get_reasoning_from_request", serving.opens_thought, "AROUND"),
+        (_OPENAI + "serving_chat.OpenAIServingChat._process_tool_calls", serving.keep_text_without_calls, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", rank_handler.remember_tokenizer, "AROUND"),
         ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),

@@ -1,11 +1,14 @@
 """Checks of the live engines of `support.trainer_engine`: agents against the direct path, and weight switches under load."""
 
+import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
 import torch
+from support import lossy_agents
 from support.agents import config
 from support.processes import until
 from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
@@ -153,6 +156,29 @@ def sample_by_agents(count, tokens, version):
         "routed": [each.routed_experts_T for each in conversations],
         "direct routed": [find_last(each, prompts, direct).routed_experts_T for each in conversations],
         "versions": {each.policy_version for each in conversations},
+        "engine": torch.cat([torch.tensor(each.logprobs_T[each.response_mask_T]) for each in conversations]),
+        "trainer": current().compute_logprobs(samples),
+    }
+
+
+def sample_behind_a_proxy(count, tokens, folder):
+    """Let `count` agents of `support.lossy_agents` ask. Return their completions' responses, and what they have received, with faults."""
+    os.environ[lossy_agents.FOLDER_VARIABLE] = str(folder)
+    tokenizer = load_tokenizer(current().trainer.folder)
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
+    problems = [Problem(str(number), "", "") for number in range(count)]
+    samplings = [SamplingParams(1.0, tokens, seed=number) for number in range(count)]
+    settings = config(name="support.lossy_agents:solve", max_calls=6, timeout=600)
+    with AgentSampler(settings, current().engines, tokenizer, DataConfig()) as sampler:
+        completions = sampler.sample(problems, samplings, 0)
+    conversations = [each for completion in completions for each in completion.conversations]
+    samples = [TrainingSample(each.prompt_ids_T, each.output_ids_T, response_mask=each.response_mask_T) for each in conversations]
+    return {
+        "errors": [completion.environment_error for completion in completions],
+        "trained": [lossy_agents.list_trained(completion, tokenizer) for completion in completions],
+        "dropped": sum(completion.dropped_calls for completion in completions),
+        "notes": [note for completion in completions for note in completion.history_notes],
+        "received": [json.loads((folder / problem.id).read_text()) for problem in problems],
         "engine": torch.cat([torch.tensor(each.logprobs_T[each.response_mask_T]) for each in conversations]),
         "trainer": current().compute_logprobs(samples),
     }

@@ -66,6 +66,13 @@ class ChatFormat:
         start, _ = find_markers(self._tokenizer.chat_template)
         return start if self.decode(prompt_ids_T[-64:]).rstrip().endswith(start) else ""
 
+    def mark_thought(self, thought: str, content: str, prompt_ids_T: np.ndarray, answer_ids_T: np.ndarray) -> str:
+        """Return thought and text of a response as one text with the template's markers."""
+        start, end = find_markers(self._tokenizer.chat_template)
+        if not thought:
+            return self.opened_thought(prompt_ids_T) + content
+        return start + thought + (end if end in self.decode(answer_ids_T) else "") + content
+
     def encode_start(self, messages: Sequence[ConversationMessage], tools: str) -> np.ndarray:
         """Return the tokens of a whole conversation up to where the policy begins to respond. Raise RefusedError if the template fails."""
         if messages[0].role == TEXT:

@@ -149,7 +149,14 @@ class AgentEpisode:
             return len(self._encode(request)[3])
 
     def add(
-        self, planned: PlannedTurn, generation: Generation, content: str, calls: list[tuple[str, str]], malformed: bool, stop: str = ""
+        self,
+        planned: PlannedTurn,
+        generation: Generation,
+        content: str,
+        calls: list[tuple[str, str]],
+        malformed: bool,
+        stop: str = "",
+        thought: str = "",
     ) -> Turn:
         """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether a call was malformed. `stop`:
         see `Turn`."""
@@ -160,7 +167,7 @@ class AgentEpisode:
             named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
             parent = planned.parent  # the turns of a conversation share its messages, so memory grows with its length only
             given = planned.request.messages if parent is None else parent.messages + planned.request.messages[len(parent.messages) :]
-            messages = (*given, ConversationMessage("assistant", content, named))
+            messages = (*given, ConversationMessage("assistant", content, named, thought=thought))
             seed, tools = planned.sampling.seed, planned.request.tools
             planned.call.turn = turn = Turn(
                 len(self._turns), parent, messages, tools, planned.given_ids_T, generation, seed, stop, malformed
@@ -310,6 +317,10 @@ class AgentEpisode:
             self.kill()
         raise RefusedError(text, 400, code)
 
+    def _mark_thought(self, turn: Turn) -> str:
+        said = turn.messages[-1]
+        return self._format.mark_thought(said.thought, said.content, turn.given_ids_T, turn.generation.output_ids_T)
+
     def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
         """Return a conversation as a completion. Turns in `trained` are only read; the conversation's turns are added to `trained`."""
         ids, logprobs, mask, lags = ([np.empty(0, dtype)] for dtype in (np.int32, np.float32, bool, np.uint8))
@@ -343,7 +354,7 @@ class AgentEpisode:
             np.concatenate(logprobs),
             last.generation.finish_reason if last else "",
             last.generation.policy_version if last else self.version,
-            self._format.opened_thought(last.given_ids_T) + last.messages[-1].content if last else "",
+            self._mark_thought(last) if last else "",
             response_mask_T=np.concatenate(mask),
             dialogue=dialogue,
             routed_experts_T=routed,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.endpoint import AgentEndpoint
 from megatron_rl.rollout.agents.episode import AgentEpisode, PlannedTurn, Turn
-from megatron_rl.rollout.agents.messages import PolicyRequest, fits_schema
+from megatron_rl.rollout.agents.messages import TEXT, fits_schema
 from megatron_rl.rollout.agents.process import SERVER_ENDED, AgentProcess, AgentResult, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
@@ -138,28 +137,33 @@ class AgentSampler:
         stops = planned.sampling.stop
         text = generation.text if generation.text is not None else self._format.decode(generation.output_ids_T, stops)
         text, stop = cut_at_stop(text, stops)
-        content, calls, malformed = self._read(generation, request, text.removesuffix(stop), stops)
-        return episode.add(planned, generation, content, calls, malformed, stop)
+        thought, content, calls, malformed = self._read(planned, generation, text.removesuffix(stop))
+        return episode.add(planned, generation, content, calls, malformed, stop, thought)
 
-    def _read(
-        self, generation: Generation, request: PolicyRequest, text: str, stops: Sequence[str]
-    ) -> tuple[str, list[tuple[str, str]], bool]:
-        """Return the text of a response without its tool calls, the calls, and whether it tried to call a tool incorrectly. `text`: the
-        response before the stop text that ended it."""
-        if not (request.calls_tools and self._config.tool_parser):
-            return text, [], False
-        ids_T, _ = self._format.split_end(generation.output_ids_T)
-        whole, stop = cut_at_stop(self._format.decode_all(ids_T), stops)
-        whole = whole.removesuffix(stop)
-        parsed = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
-        if parsed is None:
-            return text, [], True
-        if any(_is_torn(part) for part in (parsed.text, *(part for call in parsed.calls for part in call))):
-            return text, [], True
-        calls = parsed.calls if request.parallel_calls else parsed.calls[:1]
+    def _read(self, planned: PlannedTurn, generation: Generation, text: str) -> tuple[str, str, list[tuple[str, str]], bool]:
+        """Return the thought of a response, the rest of its text without tool calls, the calls, and whether it tried to call a tool
+        incorrectly. `text`: the response before the stop text that ended it."""
+        request, thought, whole = planned.request, "", text
+        reads_calls = request.calls_tools and bool(self._config.tool_parser)
+        if reads_calls:
+            ids_T, _ = self._format.split_end(generation.output_ids_T)
+            whole, stop = cut_at_stop(self._format.decode_all(ids_T), planned.sampling.stop)
+            whole = whole.removesuffix(stop)
+        if self._config.reasoning_parser and request.messages[0].role != TEXT:
+            opened = self._format.opened_thought(planned.given_ids_T)
+            parsed = self._engine.separate_thought(opened + whole, self._config.reasoning_parser)
+            if parsed is not None and parsed[0]:
+                thought, text = parsed
+                whole = text
+        if not reads_calls:
+            return thought, text, [], False
+        found = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
+        if found is None or any(_is_torn(part) for part in (found.text, *(part for call in found.calls for part in call))):
+            return thought, text, [], True
+        calls = found.calls if request.parallel_calls else found.calls[:1]
         if not all(name not in request.strict or fits_schema(request.tools, name, arguments) for name, arguments in calls):
-            return text, [], True
-        return (parsed.text, calls, False) if calls else (text, [], parsed.text != whole)
+            return thought, text, [], True
+        return (thought, found.text, calls, False) if calls else (thought, text, [], found.text != whole)
 
     def _warn_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._warned:

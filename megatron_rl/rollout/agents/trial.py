@@ -30,6 +30,9 @@ class _TrialEngine:
     def parse_tool_calls(self, text: str, tools: str, parser: str) -> ParsedToolCalls:
         return ParsedToolCalls(text, [])
 
+    def separate_thought(self, text: str, parser: str) -> tuple[str, str]:
+        return "", text
+
 
 def check_agent(agent: AgentConfig, config: Config, tokenizer: Any, problems: Sequence[Problem]) -> None:
     """Run the agent on the first problem of each set. Raise UserError if it fails or sends no request, whatever the policy responds."""

@@ -1,0 +1,106 @@
+"""An agent behind a proxy that drops, delays, loses, and repeats what it forwards. It notes the responses that it receives."""
+
+import json
+import os
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+from openai import OpenAI
+
+from megatron_rl.rewards.thinking import decode_completion
+
+FOLDER_VARIABLE = "MEGATRON_RL_TEST_RECEIVED"
+FAULTS = ("none", "drop", "delay", "lose", "repeat")
+PATIENCE, DELAY, EARLY = 3.0, 5.0, 0.1  # of the client, of a delay, and before a response can be there
+
+
+class LossyProxy:
+    """Forwards each request with a fault of its own, one request per connection."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self._target, self._random = (urlsplit(url).hostname, urlsplit(url).port), random.Random(seed)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url, self.faults = f"http://127.0.0.1:{self._listening.getsockname()[1]}/v1", list[str]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listening.accept()
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client:
+            request = self._read_message(client)
+            if not request:
+                return
+            self.faults.append(fault := self._random.choice(FAULTS))
+            if fault in ("drop", "repeat"):
+                with self._send(request):
+                    time.sleep(self._random.random() if fault == "drop" else EARLY)
+                if fault == "drop":
+                    return
+            with self._send(request) as engine:
+                answer = b"".join(iter(lambda: engine.recv(1 << 16), b""))
+            if fault == "delay":
+                time.sleep(DELAY)
+            if fault != "lose":
+                client.sendall(answer)
+
+    def _send(self, request: bytes) -> socket.socket:
+        engine = socket.create_connection(self._target)
+        engine.sendall(request)
+        return engine
+
+    def _read_message(self, client: socket.socket) -> bytes:
+        """Return a whole request that closes its connection."""
+        head, _, body = self._read_until(client, b"", lambda data: b"\r\n\r\n" in data).partition(b"\r\n\r\n")
+        lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+        length = next((int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length:")), 0)
+        body = self._read_until(client, body, lambda data: len(data) >= length)
+        return b"\r\n".join([*lines, b"Connection: close", b"", body]) if head else b""
+
+    def _read_until(self, client: socket.socket, data: bytes, enough) -> bytes:
+        while not enough(data) and (part := client.recv(1 << 16)):
+            data += part
+        return data
+
+
+def list_trained(completion, tokenizer):
+    """Return text and number of tokens of each response that is trained on."""
+    found = []
+    for each in completion.conversations:
+        ends = np.flatnonzero(np.diff(np.concatenate([[False], each.response_mask_T, [False]])))
+        for start, end in ends.reshape(-1, 2):
+            found.append([decode_completion(tokenizer, each.output_ids_T[start:end].tolist()), int(end - start)])
+    return sorted(found)
+
+
+def solve(problem):
+    """Hold two conversations with the same questions at the same time, one of them streamed."""
+    proxy = LossyProxy(os.environ["OPENAI_BASE_URL"], int(problem.id))
+    client, received = OpenAI(base_url=proxy.url, timeout=PATIENCE, max_retries=40), []
+
+    def converse(stream):
+        messages = []
+        for number in range(3):
+            messages.append({"role": "user", "content": f"{number} of {problem.id}"})
+            answer = client.chat.completions.create(
+                model="policy", messages=messages, **({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+            )
+            if stream:
+                *chunks, last = answer
+                text, count = "".join(chunk.choices[0].delta.content or "" for chunk in chunks), last.usage.completion_tokens
+            else:
+                text, count = answer.choices[0].message.content, answer.usage.completion_tokens
+            messages.append({"role": "assistant", "content": text})
+            received.append([text, count])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(converse, (False, True)))
+    (Path(os.environ[FOLDER_VARIABLE]) / problem.id).write_text(json.dumps({"received": received, "faults": proxy.faults}))
