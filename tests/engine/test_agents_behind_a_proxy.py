@@ -8,7 +8,7 @@ from support.lossy_agents import FAULTS
 
 
 def test_what_is_trained_is_what_was_received(unified, tmp_path):
-    asked = unified.call(engine_checks.sample_behind_a_proxy, 4, 48, tmp_path)[0]
+    asked = unified.call(engine_checks.sample_behind_a_proxy, 4, 200, tmp_path)[0]
     assert asked["errors"] == [""] * 4 and asked["notes"] == []
     for trained, noted in zip(asked["trained"], asked["received"], strict=True):
         assert trained == sorted(noted["received"]) and len(trained) == 6

@@ -91,7 +91,10 @@ def solve(problem):
         for number in range(3):
             messages.append({"role": "user", "content": f"{number} of {problem.id}"})
             answer = client.chat.completions.create(
-                model="policy", messages=messages, **({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+                model="policy",
+                messages=messages,
+                max_tokens=40,
+                **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
             )
             if stream:
                 *chunks, last = answer
