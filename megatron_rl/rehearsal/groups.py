@@ -65,6 +65,7 @@ _OWNERS = {
     "megatron_rl/mcore/layers/mtp.py copy_embedding": "embedding",
     "megatron_rl/mcore/layers/linear/output_layer.py": "tp",
     "megatron_rl/mcore/layers/linear/high_precision.py": _CALLER,
+    "megatron_rl/mcore/layers/linear/weight_gradient.py": _CALLER,
     "megatron_rl/mcore/layers/linear/quantized_linear.py": _CALLER,
     "megatron_rl/mcore/layers/linear/quantized_linear.py QuantizedLinear.gather_master": _REPLICAS,
     "megatron_rl/mcore/layers/linear/quantized_matmul.py": _CALLER,
