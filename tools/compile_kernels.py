@@ -12,6 +12,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,16 @@ def assemble(kernel: Any, architecture: int) -> str:
 
     command = [get_ptxas(architecture).path, "-v", f"--gpu-name=sm_{architecture}a", "-", "-o", os.devnull]
     return subprocess.run(command, input=kernel.asm["ptx"], capture_output=True, encoding="utf-8", check=True).stderr
+
+
+def disassemble(kernel: Any) -> str:
+    """Return the machine code of a compiled kernel as text."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def find_spill(kernel: Any, architecture: int) -> str:

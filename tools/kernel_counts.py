@@ -7,8 +7,6 @@ a program writes. A thread that has more than one tile of registers keeps others
 """
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,13 +30,9 @@ class Count(NamedTuple):
 
 def count(kernel: Any, values: int, architecture: int = 90) -> Count:
     """Return the counts of a compiled kernel whose programs write this many values."""
-    from compile_kernels import assemble
-    from triton import knobs
+    from compile_kernels import assemble, disassemble
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        code = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code = disassemble(kernel)
     report, warps = assemble(kernel, architecture), kernel.metadata.num_warps
     registers, spilled = (int(re.search(pattern, report)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))  # type: ignore[index]
     per_value = len(_INSTRUCTION.findall(code)) * 32 * warps / values
