@@ -66,8 +66,9 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     )
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
+    torch.manual_seed(seed)  # Megatron seeds generators of GPUs only; torch's own of the CPU starts from entropy
     model_parallel_cuda_manual_seed(seed)
-    random.seed(seed)  # Megatron leaves the generators of Python and numpy unseeded
+    random.seed(seed)
     np.random.seed(seed % 2**32)
 
 

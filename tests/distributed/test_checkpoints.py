@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from support import trainer
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
+from megatron_rl.mcore.checkpoint.checkpointing import capture_rng_state, load_run_checkpoint
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
 from megatron_rl.mcore.weights import export as exports
 from megatron_rl.mcore.weights.export import convert
@@ -100,6 +102,20 @@ def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cann
     with pytest.raises(UserError, match=r"step_00001': is damaged: mcore/\.metadata cannot be read"):
         worlds(2).call(convert_run, run, tmp_path / "torn")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
+
+
+def draw_after_start():
+    """Return numbers of every generator of the process, which another run has left at other places, after a start."""
+    torch.seed(), random.seed(), np.random.seed()
+    trainer.leave_layout()
+    start()
+    tracked = capture_rng_state()["megatron"]
+    return random.random(), float(np.random.rand()), float(torch.rand(())), {name: state.tolist() for name, state in tracked.items()}
+
+
+def test_every_start_has_the_same_random_numbers(worlds):
+    first, second = (worlds(1).call(draw_after_start)[0] for _ in range(2))
+    assert first == second and first[2] == float(torch.rand((), generator=torch.Generator().manual_seed(0)))
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path):
