@@ -34,7 +34,7 @@ PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/compile_kernels.py")
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
     "megatron": ("megatron_rl/mcore/*", "megatron_rl/rehearsal/*", *PACKAGES_CHECK),
-    "triton": ("megatron_rl/kernels/*/triton*.py", "parallel/digest_triton.py", *PACKAGES_CHECK),
+    "triton": ("megatron_rl/kernels/*/triton*.py", "parallel/digest_triton.py", "tools/kernel_counts.py", *PACKAGES_CHECK),
     "deep_gemm": ("megatron_rl/kernels/*/deep_gemm.py", "megatron_rl/kernels/linear/plain.py", *PACKAGES_CHECK),
     "transformer_engine": ("megatron_rl/kernels/linear/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/kernels/linear/transformer_engine.py",),
