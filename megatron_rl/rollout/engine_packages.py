@@ -44,7 +44,7 @@ def find_problem(options: Mapping[str, Any], kv_by_layer: bool, capability: int)
         return UserError("rollout.engine", "sglang", f"does not start on a GPU without {' and '.join(missing)} (not installed)", INSTALL)
     backend = options.get("attention_backend")
     if capability == HOPPER and not kv_by_layer and backend in (None, "fa3") and not has_flash_attention_3():
-        missing = "the installed sglang-kernel has no FlashAttention 3 (flash_ops)"
-        rule = missing if backend else f"is not set, and {missing}, SGLang's default on a Hopper GPU"
+        lacking = "the installed sglang-kernel has no FlashAttention 3 (flash_ops)"
+        rule = lacking if backend else f"is not set, and {lacking}, SGLang's default on a Hopper GPU"
         return UserError(ATTENTION, backend, rule, f"{INSTALL}, or set {ATTENTION} to triton with precision.reduction = 'fast' or 'ranks'")
     return None
