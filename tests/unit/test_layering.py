@@ -29,7 +29,7 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
     *("preflight", "evaluation", "reporting", "training", "cost", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 10
-PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/compile_kernels.py")
+PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/compile_kernels.py", "tools/kernel_counts.py")
 """Tools that check the libraries themselves."""
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *PACKAGES_CHECK),
