@@ -50,6 +50,8 @@ class RankMemory(NamedTuple):
     """Quantized data and scales."""
     operands: int = 0
     """Copies that the backend keeps in addition to the blocks."""
+    transposed: int = 0
+    """Copies that a GPU's backend makes at the first backward pass."""
     gradients: int = 0
     masters: int = 0
     """FP32 copies of parameters that are not in FP32."""
@@ -163,6 +165,7 @@ def _count_shard_memory(job: Workload, shard: Shard, replicas: int) -> RankMemor
         weights=0 if format.quantized else format.count_bytes(shard.shape),
         blocks=format.count_bytes(shard.shape) if format.quantized else 0,
         operands=_count_operands(job, shard, format) if format.quantized else 0,
+        transposed=_count_transposed(job, shard, format) if format.quantized else 0,
     )
     if job.trains_adapters and not is_adapter(shard.name):
         return held
@@ -174,12 +177,18 @@ def _count_shard_memory(job: Workload, shard: Shard, replicas: int) -> RankMemor
 
 
 def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return the bytes of a weight's operands. Grouped products of experts use DeepGEMM and need a second, contiguous copy of the
-    blocks."""
+    """Return the bytes of a weight's operands in a forward pass. Grouped products of experts use DeepGEMM and need a second, contiguous
+    copy of the blocks."""
+    if job.config.precision.backend == "emulated":
+        return count_operand_bytes("emulated", format, shard.rows, shard.cols)
+    grouped = EXPERT in shard.name and not job.contract.sums_by_tree
+    return count_operand_bytes("deep_gemm", format, shard.rows, shard.cols) if grouped else 0
+
+
+def _count_transposed(job: Workload, shard: Shard, format: TensorFormat) -> int:
     backend = job.config.precision.backend
-    if backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree:
-        return 2 * count_operand_bytes("deep_gemm", format, shard.rows, shard.cols)
-    return count_operand_bytes(backend, format, shard.rows, shard.cols)
+    grouped = EXPERT in shard.name and not job.contract.sums_by_tree
+    return 0 if backend == "emulated" else count_operand_bytes("deep_gemm" if grouped else backend, format, shard.rows, shard.cols)
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:

@@ -95,6 +95,7 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
     # operands of a step's new blocks are made by the next forward pass
     computes = phase in ("logprobs", "critic", "train") or (job.trains_adapters and not candidate.colocated and not resumes)
     parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + (rank.operands if computes else 0)}
+    parts["quantized"] += rank.transposed if phase in ("critic", "train") or (computes and not candidate.colocated) else 0
     # colocated, the optimizer returns for the policy's update; without a critic already when the engine has released its memory
     if not candidate.colocated or phase in ("train", "resume") or (phase == "logprobs" and job.critic is None):
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
@@ -104,7 +105,7 @@ def count_trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: 
         parts["teacher"] = weights.count_trainer_memory(job.teacher, candidate.train, stage).model
     if job.critic is not None:
         critic = weights.count_trainer_memory(job.critic, candidate.train, stage)
-        parts["critic"] = critic.model if phase == "critic" else critic.weights + critic.blocks
+        parts["critic"] = critic.model + critic.transposed if phase == "critic" else critic.weights + critic.blocks
         if phase in ("critic", "resume") or not candidate.colocated:
             parts["critic"] += critic.gradients + critic.optimizer
     if phase in ("critic", "train"):
