@@ -87,8 +87,8 @@ def launch_all() -> None:
         quantize_activation(x, scale_format, rows=True, columns=True, groups=halves, by_token=True)
         for columns, by_token in ((True, False), (True, True), (False, False)):
             quantize_weighed(x, x, torch.zeros(256), halves, scale_format, columns=columns, by_token=by_token)
-        for rows in (x, torch.zeros(384, 512, dtype=torch.bfloat16)):  # as parts of a token, and in tiles
-            quantize_into(rows, torch.zeros_like(rows, dtype=torch.float8_e4m3fn), torch.zeros(4, len(rows)).t(), scale_format)
+        for tokens in (x, torch.zeros(384, 512, dtype=torch.bfloat16)):  # as parts of a token, and in tiles
+            quantize_into(tokens, torch.zeros_like(tokens, dtype=torch.float8_e4m3fn), torch.zeros(4, len(tokens)).t(), scale_format)
         swiglu_triton.multiply_and_quantize(x, scale_format)
         if scale_format == "pow2":
             quantize_into(x, torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(1, 256, dtype=torch.int32).t(), scale_format)

@@ -64,7 +64,7 @@ def list_launches() -> Iterator[tuple[str, Callable[[], Any], dict[str, int]]]:
 
 def count_all(compiled: dict[str, list[Any]]) -> dict[str, Count]:
     """Return the counts of each case and kernel. `compiled` collects the kernels of each launch (`compile_kernels.intercept_launches`)."""
-    counts = {}
+    counts = dict[str, Count]()
     for name, launch, values in list_launches():
         compiled.clear()
         launch()

@@ -36,11 +36,11 @@ def enter_units(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute `kernels.cache_units.reference.enter_units`; results are contiguous."""
     parts = query.flatten(1), key.flatten(1), value.flatten(1)
-    results = tuple(torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value))
+    of_query, of_key, of_value = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (query, key, value))
     if len(query):
         width, key_width = parts[0].shape[1], parts[1].shape[1]
         enter_units_row[(len(query), triton.cdiv(max(width, key_width), ROW_COLUMNS))](
-            *parts, scales, *results, width, key_width, *(each.stride(0) for each in parts), LARGEST=E4M3_MAX, COLUMNS=ROW_COLUMNS,
-            **LAUNCH,
+            *parts, scales, of_query, of_key, of_value, width, key_width, *(each.stride(0) for each in parts),
+            LARGEST=E4M3_MAX, COLUMNS=ROW_COLUMNS, **LAUNCH,
         )  # fmt: skip
-    return results
+    return of_query, of_key, of_value
