@@ -17,7 +17,6 @@ import psutil
 from support.processes import ROOT, Command, end, one_thread_environment, until
 
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
-_PARTS = ("net", "mnt", "uts", "ipc")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Node:
     @property
     def prefix(self) -> tuple[str, ...]:
         """Return the words before a command that let it run on this node."""
-        return ("nsenter", f"--target={self.pid}", *_NAMESPACES)
+        return ("nsenter", f"--target={self.pid}", *_NAMESPACES, "env", f"--chdir={ROOT}")  # of its own mounts
 
     def start(self, folder: Path, *arguments: object, **variables: str) -> Command:
         """Start `python -m ARGUMENTS` on this node, with its output in a folder that this machine can read."""
