@@ -1,13 +1,14 @@
 """`serve` reads tool calls and thoughts as the endpoint for agents does, and samples as the run did."""
 
 import json
+import os
 from itertools import product
 
 import httpx
 import numpy as np
 from openai import OpenAI
 from support.agents import PROBLEM, config
-from support.processes import Command, free_port, until
+from support.processes import ROOT, Command, free_port, until
 from test_serve import LONG, SMALL, make_export, read_lines
 from transformers import AutoTokenizer
 
@@ -74,6 +75,7 @@ def test_the_same_responses_are_read_alike_and_the_runs_sampling_is_the_default(
     (export / "generation_config.json").write_text(json.dumps({"temperature": 0.1, "top_k": 3, "repetition_penalty": 1.5}))
     (tmp_path / "run.toml").write_text(RUN.format(model=export))
     monkeypatch.setenv(KEY_VARIABLE, "key")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "engine"))))
     start = ("serve", export, "--port", port, "--config", tmp_path / "run.toml", "--rollout.top_p=0.8", *SMALL)
     with Command(tmp_path, "echo_server", *start) as command:
         until(lambda: command.ended() or "log" in read_lines(tmp_path), LONG, "serving")
