@@ -75,13 +75,13 @@ def _list_latent(shapes: RankShapes, kind: LatentAttention) -> Iterator[Operator
 
 def _list_delta(shapes: RankShapes, kind: GatedDeltaNet) -> Iterator[Operator]:
     """Yield the projections' input; the convolution and the recurrence with its inputs, errors and states; and the gated norm of its
-    result. A CPU keeps FP32 inputs and operands of the norm, and errors and states outside of autograd, which are not counted."""
+    result. A CPU keeps FP32 inputs and operands of the norm, too."""
     T, b, w, tp = shapes.tokens, shapes.job.high_bytes, shapes.operand_bytes, shapes.layout.tp
     c, v, heads = kind.channels / tp, kind.v_width / tp, kind.v_heads / tp
     yield Operator(column_input(shapes, shapes.job.model.hidden, "in_proj_qkvz"))
     moved, states = T * b * (c + 2 * heads + v), 4 * math.ceil(T / SPAN) * v * kind.k_dim
     if shapes.cpu:
-        kept = T * (c * (b + 4) + v * b + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads))
+        kept = T * (c * (b + 4) + v * (b + 4) + 4 * (2 * heads * kind.k_dim + 2 * kind.k_heads / tp + 4 * heads)) + states
         norm = 4 * T * (6 * v + heads)
     else:
         kept = T * (b * (2 * c + 2 * heads) + 4 * v) + states

@@ -177,7 +177,7 @@ def test_what_a_value_of_a_quantized_weight_occupies_and_moves(worlds, checkpoin
 
 
 _TOLERANCE = {name: 0.04 for name, precision in OF_FAMILY.items() if job_of(name, precision).model.experts}  # indices
-_TOLERANCE |= {"qwen3_5_text": 0.01}  # windows
+_TOLERANCE |= {"qwen3_5_text": 0.02}  # windows, and a state before each span of each sequence
 SAVED = [
     # an expert of few tokens is padded on a CPU
     *((name, replace(cut_everything(name), pp=1), precision, _TOLERANCE.get(name, 0.002)) for name, precision in OF_FAMILY.items()),
