@@ -80,14 +80,6 @@ class NormBackend(Backend, Protocol):
         `kernels.norm.reference`. The bits equal those of the reference followed by `quantize`."""
 
 
-def transpose_bytes(data: torch.Tensor, padding: int = 0) -> torch.Tensor:
-    """Return one-byte `data` `[..., N, K]` transposed and contiguous, `[..., K, N + padding]`, with zeros in the padding."""
-    import torch
-    import torch.nn.functional as F
-
-    return F.pad(data.view(torch.uint8).mT, (0, padding)).contiguous().view(data.dtype)
-
-
 ROW_MULTIPLE = 16  # of a weight's rows on a GPU: libraries read rows of bytes that are aligned to 16
 
 
