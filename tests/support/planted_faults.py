@@ -112,7 +112,7 @@ def routes_counted_in_passes(plain, routers, batches):
 def refused_scales(plain, *args):
     weight = plain(*args)
     data, scale = weight.fprop
-    return weight._replace(fprop=(data, scale[:-1]))
+    return type(weight)(data, scale[:-1])
 
 
 @fault(MLP, "sharded_state_dict")
