@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 MARK = f"\ufdd0{secrets.token_hex(8)}\ufdd0"
@@ -99,8 +99,7 @@ def find_special_text(tokenizer: Any) -> SpecialText:
 def split_marks(text: str) -> tuple[str, tuple[int, ...]]:
     """Return a text without its marks, and their positions in what is returned."""
     parts = text.split(MARK)
-    positions = [sum(map(len, parts[: count + 1])) for count in range(len(parts) - 1)]
-    return "".join(parts), tuple(positions)
+    return "".join(parts), tuple(accumulate(map(len, parts[:-1])))
 
 
 def put_marks(text: str, positions: Sequence[int]) -> str:

@@ -82,10 +82,11 @@ class ChatFormat:
                 raise RefusedError("prompt: must have at least one token", code="invalid_value")
             return np.array(ids, np.int32)
         text = self._render(messages, tools)
-        left_out = [name for tool in self._treat(json.loads(tools)) if (name := tool["function"]["name"]) not in text]
-        if left_out and not self._has_warned:
-            self._has_warned = True
-            _log.warning("the chat template leaves out the tool %r, so the policy does not know it from there", left_out[0])
+        if not self._has_warned:
+            left_out = [name for tool in self._treat(json.loads(tools)) if (name := tool["function"]["name"]) not in text]
+            if left_out:
+                self._has_warned = True
+                _log.warning("the chat template leaves out the tool %r, so the policy does not know it from there", left_out[0])
         with _refusing("the tokenizer"):
             return self.encode(text)
 

@@ -111,10 +111,8 @@ class AgentEndpoint:
         return JSONResponse(_MODEL if request.path_params else {"object": "list", "data": [_MODEL]})
 
     def _find_client(self, http: Request) -> _Client:
-        key = http.headers.get("authorization", "").removeprefix("Bearer ") or http.headers.get(
-            "x-api-key", ""
-        )  # as Anthropic's clients send
-        client = self._clients.get(key)
+        key = http.headers.get("authorization", "").removeprefix("Bearer ")
+        client = self._clients.get(key or http.headers.get("x-api-key", ""))  # Anthropic's clients send the latter
         if client is None:
             raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
         return client
@@ -123,7 +121,8 @@ class AgentEndpoint:
         client = self._find_client(http)
         try:
             async with client.receiving(http, self._most_bytes) as body:
-                call = client.join(http, form, body) or self._begin(client, form, body, http.headers.get("idempotency-key", ""))
+                name, digest = http.headers.get("idempotency-key", ""), hashlib.sha256(form.path.encode() + b"\0" + body).digest()
+                call = client.join(http, name, digest) or self._begin(client, form, body, name, digest)
                 call.enter()
                 planned = await call.planned
         except ClientDisconnect:
@@ -137,7 +136,7 @@ class AgentEndpoint:
             number = await run(self._readers, self._read, client.episode, form, body, client.episode.count_tokens)
         return form.refuse(number) if isinstance(number, RefusedError) else JSONResponse({"input_tokens": number})
 
-    def _begin(self, client: _Client, form: Form, body: bytes, name: str) -> _Call:
+    def _begin(self, client: _Client, form: Form, body: bytes, name: str, digest: bytes) -> _Call:
         run, abort = asyncio.get_running_loop().run_in_executor, Abort()
         planned = run(self._readers, self._read, client.episode, form, body, client.episode.plan)
 
@@ -148,7 +147,7 @@ class AgentEndpoint:
                 client.calls.remove(call)  # it may be sent again
             return result
 
-        call = _Call(name, _hash(form, body), abort, planned, asyncio.ensure_future(answer()), self._readers)
+        call = _Call(name, digest, abort, planned, asyncio.ensure_future(answer()), self._readers)
         client.calls.append(call)
         return call
 
@@ -237,11 +236,10 @@ class _Client:
         self.episode, self.calls = episode, list[_Call]()
         self._receiving = self._bytes = 0
 
-    def join(self, http: Request, form: Form, body: bytes) -> _Call | None:
+    def join(self, http: Request, name: str, digest: bytes) -> _Call | None:
         """Return the call that a request repeats, or None: the one of its idempotency key; a request with the same body whose client has
         left; or, if the client says that it tries again, any with the same body, those first whose response was not sent. Raise
-        RefusedError if the key was used for another body."""
-        digest, name = _hash(form, body), http.headers.get("idempotency-key", "")
+        RefusedError if the key was used for another body. `name` and `digest`: see `_Call`."""
         if name:
             named = [call for call in self.calls if call.name == name]
             if named and named[0].digest != digest:
@@ -323,10 +321,6 @@ class _Delivery(Response):
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _hash(form: Form, body: bytes) -> bytes:
-    return hashlib.sha256(form.path.encode() + b"\0" + body).digest()
 
 
 async def _refuse(http: Request, error: Exception) -> Response:

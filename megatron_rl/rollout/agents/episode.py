@@ -205,8 +205,8 @@ class AgentEpisode:
         parents = {turn.parent for turn in turns}
         leaves = [turn for turn in turns if turn not in parents]
         trained: set[Turn] = set()
-        leaves.sort(key=lambda leaf: (-max(turn.answered for turn in leaf.path), -leaf.answered))
-        leaves[1:] = [leaf for leaf in turns if leaf in leaves[1:]]
+        main = max(leaves, key=lambda leaf: (max(turn.answered for turn in leaf.path), leaf.answered), default=None)
+        leaves.sort(key=lambda leaf: leaf is not main)  # the others stay in order
         conversations = [self._build(leaf.path, trained) for leaf in leaves] or [self._build([], trained)]
         completion = conversations[0]
         completion.branches = conversations[1:]

@@ -39,13 +39,13 @@ class ToolCall:
 
     def to_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect, with the arguments as an object if they are valid JSON."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": _parse(self.arguments)}}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": parse_arguments(self.arguments)}}
 
     @property
     def meaning(self) -> tuple[str, str]:
         """The name and the parsed arguments, which are equal for all ways to write the same JSON. The id is the endpoint's, not the
         policy's."""
-        return self.name, json.dumps(_normalize(_parse(self.arguments.strip() or "{}")), sort_keys=True)
+        return self.name, json.dumps(_normalize(parse_arguments(self.arguments.strip() or "{}")), sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ class PolicyRequest:
 def fits_schema(tools: str, name: str, arguments: str) -> bool:
     """Return whether the arguments of a call are an object of the tool's schema, apart from patterns, which could take forever."""
     schema = next((tool["function"].get("parameters") for tool in json.loads(tools) if tool["function"]["name"] == name), None)
-    value = _parse(arguments or "{}")
+    value = parse_arguments(arguments or "{}")
     try:
         return isinstance(value, dict) and _Validator(schema or {}, registry=Registry()).is_valid(value)
     except Exception:  # the schema is the agent's
         return False
 
 
-def _parse(arguments: str) -> Any:
+def parse_arguments(arguments: str) -> Any:
     """Return the JSON value of arguments, or the text itself if it is not valid JSON: a policy may write any nesting and any escape."""
     try:
         return from_json(arguments)

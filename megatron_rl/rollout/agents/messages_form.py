@@ -5,11 +5,10 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
-from pydantic_core import from_json
 
 from megatron_rl.rollout.agents import requests
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
-from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall, parse_arguments
 
 OPTIONS = requests.Options(
     ("temperature", "top_p", "top_k", "thinking", "output_config"),
@@ -142,10 +141,7 @@ def _count(before: int, sampled: int) -> dict[str, int]:
 
 def _read_input(call: ToolCall) -> dict[str, Any]:
     """Return the arguments as an object, which this interface expects."""
-    try:
-        value = from_json(call.arguments or "{}")
-    except ValueError:
-        value = call.arguments
+    value = parse_arguments(call.arguments or "{}")
     return value if isinstance(value, dict) else {"arguments": value}
 
 
