@@ -164,8 +164,7 @@ def _count_shard_memory(job: Workload, shard: Shard, replicas: int) -> RankMemor
     held = RankMemory(
         weights=0 if format.quantized else format.count_bytes(shard.shape),
         blocks=format.count_bytes(shard.shape) if format.quantized else 0,
-        operands=_count_operands(job, shard, format) if format.quantized else 0,
-        transposed=_count_transposed(job, shard, format) if format.quantized else 0,
+        **(_count_copies(job, shard, format) if format.quantized else {}),
     )
     if job.trains_adapters and not is_adapter(shard.name):
         return held
@@ -176,19 +175,13 @@ def _count_shard_memory(job: Workload, shard: Shard, replicas: int) -> RankMemor
     )
 
 
-def _count_operands(job: Workload, shard: Shard, format: TensorFormat) -> int:
-    """Return the bytes of a weight's operands in a forward pass. Grouped products of experts use DeepGEMM and need a second, contiguous
-    copy of the blocks."""
-    if job.config.precision.backend == "emulated":
-        return count_operand_bytes("emulated", format, shard.rows, shard.cols)
-    grouped = EXPERT in shard.name and not job.contract.sums_by_tree
-    return count_operand_bytes("deep_gemm", format, shard.rows, shard.cols) if grouped else 0
-
-
-def _count_transposed(job: Workload, shard: Shard, format: TensorFormat) -> int:
+def _count_copies(job: Workload, shard: Shard, format: TensorFormat) -> dict[str, int]:
+    """Return the bytes of a quantized weight's copies in `RankMemory`. A GPU's backend makes a transposed one for backward passes. Grouped
+    products of experts use DeepGEMM, which needs contiguous blocks in forward passes, too."""
     backend = job.config.precision.backend
-    grouped = EXPERT in shard.name and not job.contract.sums_by_tree
-    return 0 if backend == "emulated" else count_operand_bytes("deep_gemm" if grouped else backend, format, shard.rows, shard.cols)
+    grouped = backend != "emulated" and EXPERT in shard.name and not job.contract.sums_by_tree
+    copy = count_operand_bytes("deep_gemm" if grouped else backend, format, shard.rows, shard.cols)
+    return {"operands": copy} if backend == "emulated" else {"operands": copy if grouped else 0, "transposed": copy}
 
 
 def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:
