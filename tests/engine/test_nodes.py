@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import ExitStack
 
 import pytest
 from support.nodes import Cluster
@@ -22,19 +23,16 @@ PORT = 29400
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Start clusters that end with the test."""
-    clusters = []
+    """Start nodes that end with the test."""
+    with ExitStack() as clusters:
 
-    def start(count):
-        clusters.append(Cluster(count, tmp_path))
-        try:
-            return clusters[-1].__enter__()
-        except OSError as error:
-            pytest.skip(str(error))
+        def start(count):
+            try:
+                return clusters.enter_context(Cluster(count, tmp_path))
+            except OSError as error:
+                pytest.skip(str(error))
 
-    yield start
-    for each in clusters:
-        each.__exit__()
+        yield start
 
 
 def launch(nodes, folder, settings, port=PORT, config="quickstart"):

@@ -94,17 +94,15 @@ def count_different_tokens(library, heads, groups, dim, lengths, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, groups, dim", [(32, 8, 128), (8, 8, 128), (16, 2, 64), (8, 2, 256)])
-def test_one_split_has_the_bits_of_packed_sequences(heads, groups, dim, record_property):
-    found = count_different_tokens(FlashAttention3(), heads, groups, dim, LENGTHS["cuda"], "cuda")
-    record_property(f"{heads} heads of {dim}, {groups} groups: tokens that differ", found)
-    assert not any(found.values()), found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads, groups, dim", [(16, 2, 64), (14, 2, 64), (32, 8, 128), (8, 2, 256)])
-def test_splits_have_the_bits_of_packed_sequences(heads, groups, dim, record_property):
-    found = count_different_tokens(Splits(), heads, groups, dim, LENGTHS["cuda"], "cuda")
+@pytest.mark.parametrize(
+    "library, heads, groups, dim",
+    [
+        *((FlashAttention3, *heads) for heads in ((32, 8, 128), (8, 8, 128), (16, 2, 64), (8, 2, 256))),
+        *((Splits, *heads) for heads in ((16, 2, 64), (14, 2, 64), (32, 8, 128), (8, 2, 256))),
+    ],
+)
+def test_a_chunk_has_the_bits_of_packed_sequences(library, heads, groups, dim, record_property):
+    found = count_different_tokens(library(), heads, groups, dim, LENGTHS["cuda"], "cuda")
     record_property(f"{heads} heads of {dim}, {groups} groups: tokens that differ", found)
     assert not any(found.values()), found
 

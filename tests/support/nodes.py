@@ -1,13 +1,15 @@
 """Nodes of a cluster on this machine: namespaces of network, mounts, IPC, and host names, joined by a bridge in a namespace of its own.
 
-Each node has an address, a host name that its hosts file maps to 127.0.1.1 as Debian does, a loopback interface, /tmp, and /dev/shm of its
-own. The repository and one folder are shared, as a cluster's file system is. Processes have one numbering, so tests can count and end them.
+Each node has an IPv4 and an IPv6 address, a host name that its hosts file maps to 127.0.1.1 as Debian does, a loopback interface, /tmp, and
+/dev/shm of its own. The repository and one folder are shared, as a cluster's file system is. Processes have one numbering, so tests can
+count and end them.
 """
 
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ _NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 class Node:
     name: str
     address: str
+    address6: str
     pid: int  # of the process that keeps the namespaces
 
     @property
@@ -73,19 +76,22 @@ class Cluster:
     def __enter__(self) -> list[Node]:
         try:
             bridge = self._keep(["--net"], "ip link add name bridge type bridge && ip link set bridge up")
-            addresses = [f"10.214.{os.getpid() % 250}.{number + 1}" for number in range(self._count)]
+            subnet = os.getpid() % 250
+            addresses = [f"10.214.{subnet}.{number + 1}" for number in range(self._count)]
             for number, address in enumerate(addresses):
                 others = [f"{other} node{index}" for index, other in enumerate(addresses) if index != number]
                 hosts = self._shared / f"hosts{number}"
                 hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
                 pid = self._keep(_NAMESPACES, self._prepare(number, hosts))
-                node = Node(f"node{number}", address, pid)
+                node = Node(f"node{number}", address, f"fd00:214:{subnet}::{number + 1}", pid)
                 port = ["name", f"port{number}", "netns", str(bridge)]
                 node.run("ip", "link", "add", "name", "eth0", "type", "veth", "peer", *port)
                 into = ["nsenter", f"--target={bridge}", "--net"]
                 subprocess.run([*into, "ip", "link", "set", f"port{number}", "master", "bridge", "up"], check=True, capture_output=True)
-                for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):
-                    node.run("ip", *words)
+                node.run("ip", "addr", "add", f"{address}/24", "dev", "eth0")
+                node.run("ip", "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")  # it would first look for other owners
+                for device in ("eth0", "lo"):
+                    node.run("ip", "link", "set", device, "up")
                 self.nodes.append(node)
         except BaseException as error:
             self.__exit__()
@@ -100,7 +106,7 @@ class Cluster:
             keeper.kill()
             keeper.wait()
 
-    def _keep(self, namespaces: "list[str] | tuple[str, ...]", script: str) -> int:
+    def _keep(self, namespaces: Sequence[str], script: str) -> int:
         """Return the process that keeps new namespaces, after a script has run in them."""
         ready = self._shared / f"ready{len(self._keepers)}"
         code = f"set -e; {script}; touch {shlex.quote(str(ready))}; exec sleep 86400"
