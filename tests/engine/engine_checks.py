@@ -168,8 +168,8 @@ def sample_behind_a_proxy(count, tokens, folder):
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
     problems = [Problem(str(number), "", "") for number in range(count)]
     samplings = [SamplingParams(1.0, tokens, seed=number) for number in range(count)]
-    settings = config(name="support.lossy_agents:solve", max_calls=20, timeout=600)
-    with AgentSampler(settings, current().engines, tokenizer, DataConfig()) as sampler:
+    settings = config(name="support.lossy_agents:solve", max_calls=6, timeout=600)
+    with AgentSampler(settings, lossy_agents.HoldingEngine(current().engines, folder), tokenizer, DataConfig()) as sampler:
         completions = sampler.sample(problems, samplings, 0)
     conversations = [each for completion in completions for each in completion.conversations]
     samples = [TrainingSample(each.prompt_ids_T, each.output_ids_T, response_mask=each.response_mask_T) for each in conversations]

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,14 +18,32 @@ from megatron_rl.rewards.thinking import decode_completion
 
 FOLDER_VARIABLE = "MEGATRON_RL_TEST_RECEIVED"
 FAULTS = ("none", "drop", "delay", "lose", "repeat")
-PATIENCE, DELAY, EARLY = 3.0, 5.0, 0.1  # of the client, of a delay, and before a response can be there
+PATIENCE, DELAY, EARLY = 2.0, 3.0, 0.1  # seconds: of the client, of a delay, and until a request is abandoned
+HELD = "held-*"  # files of requests that will be abandoned before they may be answered
+
+
+class HoldingEngine:
+    """An engine that answers no request while one is to be abandoned, so that a proxy has closed its connection before, also on a busy
+    machine."""
+
+    def __init__(self, engine, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, *arguments, **options):
+        answers = self._engine.generate(*arguments, **options)
+        while any(self._folder.glob(HELD)):
+            time.sleep(0.01)
+        return answers
 
 
 class LossyProxy:
     """Forwards each request with a fault of its own, one request per connection."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        self._target, self._random = (urlsplit(url).hostname, urlsplit(url).port), random.Random(seed)
+    def __init__(self, url: str, seed: int, folder: Path) -> None:
+        self._target, self._random, self._folder = (urlsplit(url).hostname, urlsplit(url).port), random.Random(seed), folder
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url, self.faults = f"http://127.0.0.1:{self._listening.getsockname()[1]}/v1", list[str]()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -41,8 +60,11 @@ class LossyProxy:
                 return
             self.faults.append(fault := self._random.choice(FAULTS))
             if fault in ("drop", "repeat"):
+                held = self._folder / HELD.replace("*", uuid.uuid4().hex)
+                held.touch()
                 with self._send(request):
                     time.sleep(self._random.random() if fault == "drop" else EARLY)
+                held.unlink()
                 if fault == "drop":
                     return
             with self._send(request) as engine:
@@ -81,10 +103,18 @@ def list_trained(completion, tokenizer):
     return sorted(found)
 
 
+class Client(OpenAI):
+    """Tries again soon, instead of after up to 8 seconds."""
+
+    def _calculate_retry_timeout(self, *_, **__):
+        return 0.1
+
+
 def solve(problem):
     """Hold two conversations with the same questions at the same time, one of them streamed."""
-    proxy = LossyProxy(os.environ["OPENAI_BASE_URL"], int(problem.id))
-    client, received = OpenAI(base_url=proxy.url, timeout=PATIENCE, max_retries=40), []
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    proxy = LossyProxy(os.environ["OPENAI_BASE_URL"], int(problem.id), folder)
+    client, received = Client(base_url=proxy.url, timeout=PATIENCE, max_retries=40), []
 
     def converse(stream):
         messages = []
@@ -106,4 +136,4 @@ def solve(problem):
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(converse, (False, True)))
-    (Path(os.environ[FOLDER_VARIABLE]) / problem.id).write_text(json.dumps({"received": received, "faults": proxy.faults}))
+    (folder / problem.id).write_text(json.dumps({"received": received, "faults": proxy.faults}))

@@ -37,7 +37,7 @@ _THREADS_PER_AGENT = 4
 _READERS = 4  # threads that read and plan requests, which do not wait for an engine
 _RETRY_SECONDS = 5.0  # longer than clients wait before they send a request again
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream
-_LEFT_SECONDS = 0.001  # after which a client that has left is noticed
+_LOOP_TURNS = 20  # iterations of the event loop, after which all clients are noticed that have left before; about 6 are needed
 _LEFT_STATUS = 499  # as nginx logs it
 _MOST_REQUESTS = 64  # number of requests of an episode in flight
 _BODY_BYTES, _BYTES_PER_TOKEN = (
@@ -122,6 +122,7 @@ class AgentEndpoint:
         try:
             async with client.receiving(http, self._most_bytes) as body:
                 name, digest = http.headers.get("idempotency-key", ""), hashlib.sha256(form.path.encode() + b"\0" + body).digest()
+                await _notice_who_left()
                 call = client.join(http, name, digest) or self._begin(client, form, body, name, digest)
                 call.enter()
                 planned = await call.planned
@@ -297,7 +298,7 @@ class _Delivery(Response):
                 if stream:
                     await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
                 await asyncio.wait(either, timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({gone}, timeout=_LEFT_SECONDS)
+            await _notice_who_left(gone)
             if gone.done():
                 return
             result = call.answer.result()
@@ -316,6 +317,15 @@ class _Delivery(Response):
         finally:
             gone.cancel()
             call.leave(planned)
+
+
+async def _notice_who_left(gone: asyncio.Future[None] | None = None) -> None:
+    """Let the loop handle the connections that were closed before now, or until `gone` is done. A pause in seconds would not do, because on
+    a busy machine it could end first."""
+    for _ in range(_LOOP_TURNS):
+        if gone and gone.done():
+            return
+        await asyncio.sleep(0)
 
 
 async def _wait_until_gone(receive: Receive) -> None:

@@ -27,7 +27,7 @@ class Numbering(Policy):
 def test_what_is_trained_is_what_was_received(tmp_path, monkeypatch):
     monkeypatch.setenv(lossy_agents.FOLDER_VARIABLE, str(tmp_path))
     settings = config(name="support.lossy_agents:solve", max_calls=6, timeout=300)
-    with AgentSampler(settings, Numbering(), ChatTokenizer(), DataConfig()) as sampler:
+    with AgentSampler(settings, lossy_agents.HoldingEngine(Numbering(), tmp_path), ChatTokenizer(), DataConfig()) as sampler:
         completions = sampler.sample([Problem(str(n), "", "") for n in range(3)], [SamplingParams(1.0, 99, seed=n) for n in range(3)], 5)
     assert [completion.environment_error for completion in completions] == [""] * 3
     for completion in completions:
