@@ -8,7 +8,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +15,6 @@ import pytest
 gc.disable()  # imports and the collection of thousands of tests make a million objects that stay, see `pytest_collection_finish`
 
 from support.processes import WorldPool  # noqa: E402
-
-DEFAULT_CASES = {
-    "test_training_equals_that_of_one_process": 8, "test_every_layout_learns_what_one_process_does_and_has_its_bits": 6,
-    "test_training_in_a_layout_equals_that_of_one_process": 4, "test_packed_equals_alone": 4, "test_the_policy_does_not_notice": 1,
-    "test_what_was_added_stays_zero_in_training": 2, "test_no_layer_counts_and_no_bit_changes": 1,
-    "test_every_layout_trains_the_same_layers": 2, "test_a_run_of_several_ranks_goes_on_bit_for_bit_and_any_layout_loads_it": 1,
-    "test_what_is_loaded_is_the_checkpoint": 16, "test_what_is_loaded_is_the_fp8_checkpoint": 2,
-    "test_values_that_were_loaded_under_another_name_are_named": 11, "test_no_patch_is_needless": 1,
-    "test_recomputed_layers_have_the_same_gradient": 1, "test_layers_that_are_recomputed_learn_the_same": 1,
-}  # fmt: skip
-"""How many of a slow test's cases the default tests run, the first ones. The long tests run all."""
-
-SHARE_AN_ENGINE = ("test_remote_columns", "test_same_bytes", "test_sampling", "test_switches")  # the fixture `unified`
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,13 +36,13 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one worker, and all files that share an engine to the same."""
+    """Give each file to one worker, and all files of an `xdist_group`, such as those that share an engine, to the same."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "unified" if Path(file).stem in SHARE_AN_ENGINE else file
+            _, _, group = nodeid.rpartition("]")[2].rpartition("@")  # xdist puts it behind the name
+            return group if nodeid.endswith(f"@{group}") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
@@ -66,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen = Counter[str]()
     for item in items:
         seen[name := item.nodeid.partition("[")[0]] += not item.get_closest_marker("long")
-        if seen[name] > DEFAULT_CASES.get(item.originalname, len(items)):  # type: ignore[attr-defined]
+        few = item.get_closest_marker("default_cases")
+        if few and seen[name] > few.args[0]:
             item.add_marker(pytest.mark.long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

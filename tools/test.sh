@@ -43,7 +43,7 @@ mypy=$!
 status=0
 # Tests often wait for engines and ranks. Where memory allows it, a third worker computes meanwhile.
 workers=$(awk '/^MemAvailable/ {print ($2 > 10e6 ? 3 : 2)}' /proc/meminfo)
-$python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder -m "$selection" "$@" || status=$? # testpaths puts files with engines first; each file stays on one worker
+$python -m pytest -n "$workers" --dist loadgroup --no-loadscope-reorder -m "$selection" "$@" || status=$? # testpaths puts files with engines first; each file or `xdist_group` stays on one worker
 wait $mypy || status=$?
 cat "$types"
 exit $status

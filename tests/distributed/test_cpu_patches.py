@@ -110,6 +110,7 @@ def test_every_patch_is_tried(complete):
     assert complete("dense")[0] == PATCHES.keys() | BY_PRODUCT
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("patch", PATCHES)
 def test_no_patch_is_needless(patch, complete, run):
     _, expected = complete(PATCHES[patch])

@@ -75,6 +75,7 @@ def compare(worlds, run, layout, *args):
     return known
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("layout, model, precision, train", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
 def test_no_layer_counts_and_no_bit_changes(worlds, model_folder, layout, model, precision, train):
     layers = 4 if layout.vpp > 1 else 2

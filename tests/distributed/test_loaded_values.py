@@ -51,6 +51,7 @@ def find_layout(name):
 PRECISIONS = [UNIFIED, BF16, ROLLOUT, INT8, FP32_SCALES, UNIFIED | SPREAD, ROLLOUT | SPREAD | {"high": "fp32"}]
 
 
+@pytest.mark.default_cases(16)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_what_is_loaded_is_the_checkpoint(worlds, model_folder, name, precision):
@@ -61,6 +62,7 @@ def test_what_is_loaded_is_the_checkpoint(worlds, model_folder, name, precision)
         assert len(lines) == 2 and all("hold the checkpoint's values" in line for line in lines)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", *(each for each in QUANTIZED if each not in ("qwen3", "qwen3_moe"))])
 @pytest.mark.parametrize("precision", [UNIFIED, BF16, ROLLOUT, FP32_SCALES, UNIFIED | SPREAD], ids=str)
 def test_what_is_loaded_is_the_fp8_checkpoint(worlds, tmp_path, name, precision):
@@ -131,6 +133,7 @@ EXCHANGED = [
 ]
 
 
+@pytest.mark.default_cases(11)
 @pytest.mark.parametrize("name, one, other", EXCHANGED, ids=[f"{one} {other}" for _, one, other in EXCHANGED])
 @pytest.mark.parametrize("stored", ["fp32", "fp8"])
 @pytest.mark.parametrize("precision", [UNIFIED, BF16], ids=str)

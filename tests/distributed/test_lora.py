@@ -101,6 +101,7 @@ def targets(model):
     return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + delta_nets + FC}
 
 
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LONG)) for case in CASES])
 def test_every_layout_learns_what_one_process_does_and_has_its_bits(worlds, alone, checkpoint, model_folder, tmp_path, case):
     model, layout, precision = CASES[case]
@@ -130,6 +131,7 @@ def test_every_layout_learns_what_one_process_does_and_has_its_bits(worlds, alon
         torch.testing.assert_close(first["trained"], again, rtol=0, atol=0 if exact else 1e-4)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_layers_that_are_recomputed_learn_the_same(worlds, model_folder, recompute):
     """With adapters on MLPs only, the input of the first layer needs no gradient."""

@@ -114,6 +114,7 @@ def test_the_loss_is_that_of_transformers(models, train_alone, tmp_path, name):
     assert train_alone(name, FP32)["steps"][0]["loss/mtp"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name, precision", [("deepseek", FP8), ("glm", FP8 | {"high": "bf16"})])
 def test_the_policy_does_not_notice(train_alone, name, precision):
     """Its log-probs, weights, blocks and metrics have the bits of a run that does not train the layer."""
@@ -134,6 +135,7 @@ def test_the_layer_learns(worlds, models):
     assert rows[-1]["loss/mtp"] < 0.95 * rows[0]["loss/mtp"], "on the same answers, step after step"
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("name, layout", CASES)
 def test_every_layout_trains_the_same_layers(worlds, models, train_alone, name, layout):
     sizes = parse_layout(layout)
@@ -150,6 +152,7 @@ def test_every_layout_trains_the_same_layers(worlds, models, train_alone, name, 
         torch.testing.assert_close(shared["masters"][tensor], expected, rtol=1e-3, atol=2e-5, msg=tensor)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_layers_have_the_same_gradient(train_alone, recompute):
     plain, recomputed = train_alone("glm", FP8), train_alone("glm", FP8, recompute=recompute)

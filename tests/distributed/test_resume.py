@@ -134,6 +134,7 @@ def test_a_run_that_resumes_with_less_memory_has_the_same_bits_or_differs_in_rou
         assert row["step"] == 3 and row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "model, precision, layout, others",
     [

@@ -42,6 +42,7 @@ def test_the_function_is_the_same(pair, worlds, transformers_process):
         assert (logprobs - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.default_cases(2)
 def test_what_was_added_stays_zero_in_training(pair, worlds):
     """Two ranks train in unified FP8, for which the narrow model has no whole blocks."""
     narrow, wide = (ModelGeometry.from_hf_config(read_config(folder)) for folder in pair)

@@ -13,6 +13,8 @@ from support.trainer_engine import current
 from megatron_rl.types import SamplingParams, group_by_engine
 from rollout_sglang.remote_columns import fetch_columns
 
+pytestmark = pytest.mark.xdist_group("unified")  # they share an engine
+
 CHANGES = {
     "train.layout.dp": 2,
     "train.steps": 4,

@@ -15,6 +15,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.training.graph_check import check_graph
 from rollout_sglang.hooks.scheduling import MIN_SHARED
 
+pytestmark = pytest.mark.xdist_group("unified")  # they share an engine
+
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
 

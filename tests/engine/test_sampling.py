@@ -6,6 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from support import trainer_engine
 from support.models import random_sequences
@@ -17,6 +18,8 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.rewards.thinking import decode_completion
 from megatron_rl.rollout.engine import Abort
 from megatron_rl.types import SamplingParams
+
+pytestmark = pytest.mark.xdist_group("unified")  # they share an engine
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 TOKENS = 24

@@ -26,6 +26,8 @@ from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
 from megatron_rl.types import Reward
 from parallel.transport.pack import ChunkPacker
 
+pytestmark = pytest.mark.xdist_group("unified")  # they share an engine
+
 BATCH = random_sequences(8, seed=21)
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=22)]
 TOKENS, STEPS = 48, 5
