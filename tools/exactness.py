@@ -8,9 +8,11 @@ For each family, the tool writes a random model of two layers. A real SGLang eng
 samples with fixed seeds: prompts of 1 to 150 tokens in two turns, where the second turn reuses the first turn's KV cache. Models with
 sparse attention select as many tokens (`index_topk`) as the longest sequence has. The gloo ranks of each trainer layout then compute the
 log-probs of the tokens that the engines sampled. The exit code is 0 only if every pair that `megatron_rl.precision.exactness` promises to
-be exact is 0. A pair without that promise shows its difference in brackets.
+be exact is 0. A pair without that promise shows its difference in brackets. `--json` writes the pairs of each trainer layout as soon as
+they are known; the same command goes on after the pairs in that file.
 """
 
+import json
 import tempfile
 import time
 from functools import partial
@@ -70,6 +72,7 @@ _SOFTMAX = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
+_PAIR = ("family", "mode", "trainer", "engine")
 _PROMPTS, _TOKENS = 32, 48
 _LONGEST_PROMPT = 150
 _SUFFIX = 5
@@ -137,6 +140,9 @@ class Case(NamedTuple):
     def count_parts(self, layout: Layout, engine: EngineLayout) -> int:
         """Return the number of parts of row-parallel sums, by which the bits of "ranks" differ; 1 for other orders."""
         return count_parts(layout.tp, engine.tp) if MODES[self.mode].get("reduction") == "ranks" else 1
+
+    def name_pair(self, layout: Layout, engine: EngineLayout) -> dict[str, str]:
+        return dict(zip(_PAIR, (self.family, self.mode, format_layout(layout), format_layout(engine)), strict=True))
 
     def supports(self, layout: Layout | EngineLayout) -> bool:
         """Return whether the layout makes sense for the family: expert parallelism needs experts."""
@@ -236,35 +242,41 @@ def list_trainer_layouts(whole_experts: bool, tps: list[int], pps: list[int], cp
 
 
 def run(
-    families: list[str], modes: list[str], trainers: list[Layout], engines: list[EngineLayout], sequence_parallel: bool, console: Console
+    families: list[str], modes: list[str], trainers: list[Layout], engines: list[EngineLayout], sequence_parallel: bool, file: Path | None
 ) -> list[dict]:
-    """Return one report for each case, trainer layout, and engine layout."""
-    cells = []
+    """Return one report for each case, trainer layout, and engine layout; those in `file` are known."""
+    console = Console(width=120)
+    cells = json.loads(file.read_text()) if file and file.exists() else []
+    known = {tuple(cell[name] for name in _PAIR) for cell in cells}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-exactness-", ignore_cleanup_errors=True) as name:
         cases = [write_case(family, mode, Path(name)) for family, mode in product(families, modes)]
+        open_pairs = [
+            (case, layout, engine)
+            for layout, case, engine in product(trainers, cases, engines)
+            if case.supports(layout) and case.supports(engine) and tuple(case.name_pair(layout, engine).values()) not in known
+        ]
         sampled: dict[tuple[Sums, EngineLayout], Samples] = {}
         for case, engine in product(cases, engines):
-            widths = {case.count_parts(layout, engine): layout.tp for layout in trainers}  # for each number of parts, a trainer's tp
-            for parts, tp in widths.items() if case.supports(engine) else ():
+            own = [layout for other, layout, its_engine in open_pairs if (other, its_engine) == (case, engine)]
+            widths = {case.count_parts(layout, engine): layout.tp for layout in own}  # for each number of parts, a trainer's tp
+            for parts, tp in widths.items():
                 if case.find_refusal(Layout() if parts == 1 else Layout(tp=tp), engine) is None:
                     start = time.perf_counter()
                     sampled[(case, parts), engine] = run_on_ranks(partial(sample, case, engine, tp), 1)
                     seconds = time.perf_counter() - start
                     console.print(f"{case.family} {case.mode}: engine {format_layout(engine)} sampled, parts {parts}, {seconds:.0f} s")
         for layout in trainers:
-            supported = [case for case in cases if case.supports(layout)]
+            pairs = [(case, engine) for case, own, engine in open_pairs if own == layout]
             turns: dict[Sums, list[Turn]] = {}  # equal bits sample equal tokens: each distinct turn is scored once
-            for ((case, parts), engine), samples in sampled.items():
-                fits = case in supported and case.count_parts(layout, engine) == parts
-                if fits and case.find_refusal(layout, EngineLayout()) is None:
-                    turns[case, parts] = list(dict.fromkeys([*turns.get((case, parts), []), *samples]))
+            for case, engine in pairs:
+                sums = case, case.count_parts(layout, engine)
+                if (samples := sampled.get((sums, engine))) and case.find_refusal(layout, EngineLayout()) is None:
+                    turns[sums] = list(dict.fromkeys([*turns.get(sums, []), *samples]))
             start = time.perf_counter()
             scored = run_on_ranks(partial(score, layout, turns, sequence_parallel), layout.world_size) if turns else {}
             console.print(f"trainer {format_layout(layout)} scored, {time.perf_counter() - start:.0f} s")
-            for case, engine in product(supported, engines):
-                if case.supports(engine):
-                    cell = {"family": case.family, "mode": case.mode, "trainer": format_layout(layout), "engine": format_layout(engine)}
-                    cells.append(cell | judge(case, layout, engine, scored, sampled))
+            cells += [case.name_pair(layout, engine) | judge(case, layout, engine, scored, sampled) for case, engine in pairs]
+            write_json(file, cells)
     return cells
 
 
@@ -327,9 +339,8 @@ def main(
         pairs = product(parse_numbers(rollout_ep), parse_numbers(rollout_tp))
         engines = [EngineLayout(tp, ep) for ep, tp in pairs if tp % ep == 0]
         names = parse_names("--families", families, FAMILIES), parse_names("--modes", modes, MODES)
-        cells = run(*names, trainers, engines, sequence_parallel, console)
+        cells = run(*names, trainers, engines, sequence_parallel, json_file)
     show(cells, console)
-    write_json(json_file, cells)
     promised = [cell for cell in cells if not cell["refused"] and not cell["not_promised"]]
     wrong = [cell for cell in promised if cell["largest"] != 0]
     console.print(
