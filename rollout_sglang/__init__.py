@@ -21,13 +21,12 @@ class SGLangLauncher:
 
     def check(self, config: Config) -> None:
         from rollout_sglang.hooks import blackwell
-        from rollout_sglang.server_options import ATTENTION, check, check_graphs, check_parsers, check_triton_attention
+        from rollout_sglang.server_options import ATTENTION, check, check_attention, check_graphs, check_parsers
 
         options = dict(config.rollout.sglang)
         blackwell.check_options(options)
         default = blackwell.ATTENTION if blackwell.is_blackwell() else ""
-        if options.get(ATTENTION, default) == "triton":
-            check_triton_attention(config)
+        if check_attention(config, options.get(ATTENTION, default)):
             options.pop(ATTENTION, None)
         check(options)
         check_graphs(config)

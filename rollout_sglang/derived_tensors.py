@@ -26,7 +26,7 @@ import torch
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.digest import Hash, as_byte_matrix, flat_bytes
-from rollout_sglang.hooks import blackwell, dequant_cache
+from rollout_sglang.hooks import blackwell, dequant_cache, tree_reduction
 
 CONSTANTS: dict[str, str] = {
     "*cos_sin_cache": "rotary embedding",
@@ -83,6 +83,7 @@ def refresh(model: torch.nn.Module) -> None:
         if (recompute := getattr(module, "refresh_gemma_weight", None)) is not None:
             recompute()
     blackwell.refresh(model)
+    tree_reduction.keep_cut_scales(model)
 
 
 DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -92,6 +93,7 @@ DERIVED: dict[str, Callable[[Any], torch.Tensor]] = {
     "*.w_scale_k": partial(_absorbed_scale, 0),
     "*.w_scale_v": partial(_absorbed_scale, 1),
     f"*.weight_scale_inv.{blackwell.PACKED}": blackwell.repack,
+    f"*.weight_scale_inv.{tree_reduction.CUT}": tree_reduction.cut_scales,
 }
 """Pattern of a path -> function that recomputes the tensor from the module that holds it."""
 

@@ -135,12 +135,16 @@ def check_graphs(config: Config) -> None:
             raise UserError(f"{FIELD}.{name}", sizes, rule, f"add {largest}, or set rollout.max_running_requests = {most}")
 
 
-def check_triton_attention(config: Config) -> None:
-    """Raise UserError unless engines may attend by SGLang's Triton kernels, which decode in an order of sums that depends on the number of
-    keys: on a GPU, if the run does not ask for one order."""
+def check_attention(config: Config, backend: str) -> bool:
+    """Return whether engines may attend by `backend`. Raise UserError if it is refused for this run. SGLang's Triton kernels decode in an
+    order of sums that depends on the number of keys, so they need a GPU and a run that does not ask for one order."""
     import torch
 
     contract = PrecisionContract.from_config(config.precision)
+    if backend == "fa3" and contract.sums_by_ranks and torch.cuda.is_available():
+        return True  # by the shared kernel
+    if backend != "triton":
+        return False
     if not torch.cuda.is_available():
         rule, fix = "needs a GPU, because engines attend by torch_native on a CPU", "leave it out"
     elif contract.scales_kv_by_layer:
@@ -149,8 +153,8 @@ def check_triton_attention(config: Config) -> None:
         rule = f"adds up in an order of its own, but precision.reduction = {contract.reduction!r} asks for the trainer's"
         fix = "set precision.reduction = 'fast'"
     else:
-        return
-    raise UserError(f"{FIELD}.{ATTENTION}", "triton", rule, fix)
+        return True
+    raise UserError(f"{FIELD}.{ATTENTION}", backend, rule, fix)
 
 
 _PARSERS = {

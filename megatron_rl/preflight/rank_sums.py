@@ -2,17 +2,20 @@
 is refused by name. docs/reference/precision.md has the same rows.
 
 Refused in every mode, by `rollout_sglang.server_options`: torch.compile and inductor, mixed chunks, speculative decoding, quantized
-communication, fused all-reduces. Missing FlashAttention 3 and DeepGEMM are refused by `machine`.
+communication, fused all-reduces, and options that choose other kernels, such as `decode_attention_backend`. Missing FlashAttention 3 and
+DeepGEMM are refused by `machine`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS, SPLIT_WIDTHS
+from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS, SPLIT_WIDTHS, choose_shared
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout.engine_packages import HOPPER
 from parallel.attention import SoftmaxAttention
+from parallel.model_geometry import ModelGeometry
 from parallel.row_sums import count_parts
 
 
@@ -25,13 +28,22 @@ class Limit(NamedTuple):
     fix: str
 
 
-def _find_family(facts: Facts) -> str | None:
-    dense = facts.model.experts is None and all(type(kind) is SoftmaxAttention for kind in facts.model.attention)
-    return None if dense else facts.model.family
+def _has_other_attention(model: ModelGeometry) -> bool:
+    return any(type(kind) is not SoftmaxAttention for kind in model.attention)
+
+
+def _get_option(facts: Facts, name: str) -> Any:
+    """Return a value of `rollout.sglang`, or None if it is missing or false."""
+    return facts.config.rollout.sglang.get(name) or None
+
+
+def _find_prefill_graphs(facts: Facts) -> Any:
+    shared = choose_shared(facts.model.attention, _get_option(facts, "attention_backend"))
+    return _find_other(_get_option(facts, "cuda_graph_backend_prefill"), "disabled", *(["breakable"] if shared == "fa3" else []))
 
 
 def _find_head_width(facts: Facts) -> int | None:
-    known = HEAD_WIDTHS if facts.config.rollout.sglang.get("attention_backend") == "fa3" else SPLIT_WIDTHS
+    known = HEAD_WIDTHS if _get_option(facts, "attention_backend") == "fa3" else SPLIT_WIDTHS
     widths = {getattr(kind, "head_dim", 0) for kind in facts.model.attention} - {*known}
     return max(widths, default=None)
 
@@ -66,13 +78,17 @@ ANYWHERE = (
 )
 """Settings that are refused on every device."""
 
-OF_MODELS = (
+OF_MODELS = tuple(
     Limit(
         "model.path",
-        _find_family,
-        "is not a dense model, for which alone precision.reduction = 'ranks' promises a mismatch of 0",
+        lambda facts, has_part=has_part: facts.model.family if has_part(facts.model) else None,
+        f"has {part}, for which trainer and engine have no common kernels with precision.reduction = 'ranks'",
         "use precision.reduction = 'fast', or 'tree' on a CPU",
-    ),
+    )
+    for part, has_part in (
+        ("experts", lambda model: model.experts is not None),
+        ("attention other than plain softmax (gated delta nets, latent attention, or sinks)", _has_other_attention),
+    )
 )
 """Models that are refused on every device."""
 
@@ -115,9 +131,30 @@ ON_GPUS = (
     ),
     Limit(
         "rollout.sglang.attention_backend",
-        lambda facts: _find_other(facts.config.rollout.sglang.get("attention_backend"), "fa3", "triton"),
+        lambda facts: _find_other(_get_option(facts, "attention_backend"), "fa3", "triton"),
         "is a kernel that the trainer does not have, but precision.reduction = 'ranks' promises a mismatch of 0",
         "leave it out",
+    ),
+    Limit(
+        "rollout.sglang.cuda_graph_backend_prefill",
+        _find_prefill_graphs,
+        "captures the attention of prompts, for which precision.reduction = 'ranks' promises no order of sums",
+        "leave it out",
+    ),
+    Limit(
+        "rollout.sglang.cuda_graph_config",
+        partial(_get_option, name="cuda_graph_config"),
+        "may capture the attention of prompts, for which precision.reduction = 'ranks' promises no order of sums",
+        "use options of a single value, such as cuda_graph_bs_decode",
+    ),
+    *(
+        Limit(
+            f"rollout.sglang.{name}",
+            partial(_get_option, name=name),
+            "adds over ranks by other kernels or NVLink multicast, but precision.reduction = 'ranks' has one order of sums",
+            "leave it out, or use precision.reduction = 'fast'",
+        )
+        for name in ("disable_custom_all_reduce", "enable_mscclpp", "enable_nccl_nvls", "enable_symm_mem", "enable_torch_symm_mem")
     ),
 )
 """Settings that are refused on GPUs, by the reasons of docs/reference/precision.md."""

@@ -113,9 +113,10 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_all_reduce_hooks() -> list[Hook]:
     """Return the hooks on sums over ranks for `precision.reduction = "ranks"`."""
-    from rollout_sglang.hooks import gpu_all_reduce
+    from rollout_sglang.hooks import gpu_all_reduce, tree_reduction
 
     return [
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", tree_reduction.load_model, "AROUND"),
         (_CUSTOM_ALL_REDUCE + "__init__", gpu_all_reduce.leave_out_multicast, "AROUND"),
         ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", gpu_all_reduce.all_reduce, "AROUND"),
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.kernels.linear.deep_gemm import multiply_slices
+from megatron_rl.kernels.linear import deep_gemm
 from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
 from rollout_sglang.hooks import adapters, gpu_activation_quant, quantized_rows
@@ -21,6 +21,7 @@ REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"  # environment variable of the engi
 _LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
 """SGLang's methods whose products can give partial sums: with `partial_sums` on a CPU, by `multiply_on_gpu` for linear layers on a GPU."""
 PARTS_VARIABLE = "MEGATRON_RL_ROW_PARTS"  # environment variable of the engine's processes with `parallel.row_sums.count_parts`
+CUT = "megatron_rl_slices"  # attribute of the scales of a row-parallel layer's weight
 _partial = False
 _slices = 0
 
@@ -133,8 +134,31 @@ def multiply_on_gpu(layer: Any, x: torch.Tensor, slices: int = 0) -> torch.Tenso
         return ranks.multiply_slices(x, layer.weight, slices) if slices else tree.multiply(x, layer.weight)
     rows = quantized_rows.take_rows(x)
     rows = gpu_activation_quant.quantize_groups(x.contiguous(), column_major_scales=True) if rows is x else rows
-    blocks = layer.weight, layer.weight_scale_inv
-    return multiply_slices(rows, blocks, slices) if slices else tree.multiply_blocks(rows, blocks)
+    if slices:
+        return deep_gemm.multiply_slices(rows, (layer.weight, getattr(layer.weight_scale_inv, CUT)))
+    return tree.multiply_blocks(rows, (layer.weight, layer.weight_scale_inv))
+
+
+def load_model(original: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
+    """Wrap `ModelRunner.load_model`."""
+    result = original(self, *args, **named)
+    keep_cut_scales(self.model)
+    return result
+
+
+def keep_cut_scales(model: torch.nn.Module) -> None:
+    """Copy the scales of row-parallel layers on a GPU as slices, if this module adds them, as attributes of the scales. After a sync, do so
+    in place, because CUDA graphs read their address."""
+    for layer in model.modules():
+        scale = getattr(layer, "weight_scale_inv", None)
+        if scale is not None and hasattr(layer, "input_is_parallel") and count_slices(layer.tp_size) and torch.cuda.is_available():
+            kept = getattr(scale, CUT, None)
+            setattr(scale, CUT, cut_scales(layer) if kept is None else kept.copy_(cut_scales(layer)))
+
+
+def cut_scales(layer: Any) -> torch.Tensor:
+    """Return the scales of a row-parallel layer as slices, computed from its `weight_scale_inv`."""
+    return deep_gemm.cut_scales(layer.weight_scale_inv.detach(), count_slices(layer.tp_size))
 
 
 class CapturedGroup:

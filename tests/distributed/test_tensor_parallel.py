@@ -16,9 +16,9 @@ from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedRowParalle
 
 
 def run_layer(kind, backend, tokens, scale_format, gathers):
-    """Return a layer's results under sequence parallelism, with plain sums, and the bytes that this rank contributes to all-gathers.
-    With `gathers`, operands are gathered; otherwise activations, which every rank quantizes, and a "row" layer's gradients by
-    Megatron."""
+    """Return a layer's results under sequence parallelism, with plain sums or, for the kind "ranks", a row-parallel layer's sums in the
+    order of ranks, and the bytes that this rank contributes to all-gathers. With `gathers`, operands are gathered; otherwise activations,
+    which every rank quantizes, and a "row" layer's gradients by Megatron."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
     weight, (x, dy) = (
@@ -37,9 +37,11 @@ def run_layer(kind, backend, tokens, scale_format, gathers):
         patch.setattr(mappings, "dist_all_gather_func", count)
         if not gathers:
             patch.setattr(quantized_matmul, "can_gather", lambda backend, tokens: False)
-            patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
-        layer = build_quantized_layer(kind, scale_format, True, weight)
+            if kind == "row":
+                patch.setattr(QuantizedRowParallelLinear, "choose_sum", lambda *_: None)
+        layer = build_quantized_layer("row" if kind == "ranks" else kind, scale_format, True, weight)
         layer.config.linear_backend, layer.config.sums_by_tree = backend, False
+        layer.config.row_parts = tp if kind == "ranks" else 1
         column = kind == "column"
         own = (x.chunk(tp)[rank] if column else x.chunk(tp, 1)[rank]).unsqueeze(1).clone().requires_grad_()
         y, _ = layer(own)
@@ -88,6 +90,7 @@ CASES = [
     ("column", "deep_gemm", 2, 10),
     *(("row", backend, 2, 512) for backend in ("deep_gemm", "transformer_engine", "emulated")),
     ("row", "transformer_engine", 2, 192),
+    *(("ranks", "deep_gemm", 2, tokens) for tokens in (512, 192)),
 ]
 
 
@@ -102,7 +105,7 @@ def test_a_layers_bits_stay_and_half_the_bytes_travel(worlds, kind, backend, tp,
             whole_groups = tokens % (128 * tp) == 0  # columns, too, are quantized in whole groups on every rank
             if backend == "emulated" or (backend == "transformer_engine" and tokens == 200):  # 100 tokens are not 16s
                 assert share == 1
-            elif kind == "row":
+            elif kind != "column":
                 assert share == (1 + 4 / 128 if whole_groups else 1)
             else:
                 assert share == ((1 + 4 / 128) / 2 if whole_groups else (2 + 1 + 4 / 128) / 4)

@@ -59,6 +59,8 @@ def round_trip(x: torch.Tensor) -> torch.Tensor:
 
 
 class ToyProduct:
+    orders_rows = True
+
     def __init__(self, format: TensorFormat) -> None:
         self.format = format
 

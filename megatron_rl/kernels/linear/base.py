@@ -34,6 +34,8 @@ class Operand:
 class Backend(Protocol):
     """The products of one format. A format that only the engine computes in needs no `dgrad` and no `wgrad`."""
 
+    orders_rows: bool  # whether `prepare` takes a `row_order`; if not, products have the rows of the blocks in their order
+
     def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         """Return the weight in the form that `fprop` and `dgrad` take. Called once per optimizer step. `row_order` is that of the layer
         (`mcore.layers.linear.quantized_linear`)."""
@@ -84,7 +86,7 @@ ROW_MULTIPLE = 16  # of a weight's rows on a GPU: libraries read rows of bytes t
 
 
 class GpuBackend:
-    """Base of the GPU backends: BF16 in and out, widths in multiples of 128, no reordered rows. Other inputs are refused.
+    """Base of the GPU backends: BF16 in and out, widths in multiples of 128. Other inputs are refused.
 
     The last block of a weight's rows may be partial, as in MLA's `kv_a_proj_with_mqa` (512 + 64 rows). DGrad contracts over these rows, so
     both of its operands are padded with zeros to whole blocks, which changes neither blocks nor sums. SwiGLU and norms are fused with
@@ -94,6 +96,7 @@ class GpuBackend:
     name: str
     multiples: ClassVar[dict[str, Any]] = {}  # arguments of `kernels.quantize.triton.allocate`: padding of the tokens
     gathers_bytes = True
+    orders_rows = False
 
     def __init__(self, format: TensorFormat) -> None:
         self.scale_format = format.scale_format

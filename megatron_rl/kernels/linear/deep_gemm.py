@@ -34,6 +34,14 @@ class DeepGemmWeight:
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
         self.fprop = data, scale
+        self._slices: dict[int, torch.Tensor] = {}
+
+    def cut(self, slices: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return data and scales for `multiply_slices`. The scales of slices are copied once."""
+        data, scale = self.fprop
+        if slices not in self._slices:
+            self._slices[slices] = cut_scales(scale, slices)
+        return data, self._slices[slices]
 
     @cached_property
     def dgrad(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +86,7 @@ class DeepGemmBackend(GpuBackend):
         return tree.multiply_blocks(x.rows, weight.fprop)
 
     def fprop_slices(self, x: Operand, weight: DeepGemmWeight, slices: int) -> torch.Tensor:
-        return multiply_slices(x.rows, weight.fprop, slices)
+        return multiply_slices(x.rows, weight.cut(slices))
 
     def dgrad(self, dy: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(dy, weight.dgrad)
@@ -95,19 +103,25 @@ class DeepGemmBackend(GpuBackend):
 
 
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return multiply_slices(a.rows, b, 1)[0]
+    return multiply_slices(a.rows, (b[0], b[1].unsqueeze(0)))[0]
 
 
-def multiply_slices(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], slices: int) -> torch.Tensor:
-    """Return the products BF16 `[slices, T, N]` of slices of K, for (data `[T, K]`, scales `[T, K/128]`) and (data `[N, K]`, scales
-    `[N/128, K/128]`). Data and a's scales, column by column, are views; DeepGEMM takes only dense scales of b."""
+def cut_scales(scale: torch.Tensor, slices: int) -> torch.Tensor:
+    """Return the scales `[N/128, K/128]` of slices of K, each dense, as DeepGEMM takes them: `[slices, N/128, K/128/slices]`."""
+    return scale.unflatten(-1, (slices, -1)).movedim(-2, 0).contiguous()
+
+
+def multiply_slices(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the products BF16 `[slices, T, N]` of slices of K, for (data `[T, K]`, scales `[T, K/128]`) and (data `[N, K]`, the result of
+    `cut_scales`). Data and a's scales, column by column, are views."""
     import deep_gemm
 
+    slices = len(b[1])
     products = torch.empty(slices, len(a[0]), len(b[0]), dtype=torch.bfloat16, device=b[0].device)
-    parts = zip(*(tensor.chunk(slices, -1) for tensor in (*a, *b)), strict=True)
-    for product, (rows, row_scales, blocks, scales) in zip(products, parts, strict=True):
+    parts = zip(*(tensor.chunk(slices, -1) for tensor in (*a, b[0])), strict=True)
+    for product, scales, (rows, row_scales, blocks) in zip(products, b[1], parts, strict=True):
         if len(rows):
-            deep_gemm.fp8_gemm_nt((rows, row_scales), (blocks, scales.contiguous()), product, recipe=BLOCK_RECIPE)
+            deep_gemm.fp8_gemm_nt((rows, row_scales), (blocks, scales), product, recipe=BLOCK_RECIPE)
     return products
 
 

@@ -93,6 +93,7 @@ class EmulatedBackend:
 
     gathered_tokens = 1
     gathers_bytes = False
+    orders_rows = True
 
     def __init__(self, format: TensorFormat) -> None:
         self.format, self.scale_format = format, format.scale_format

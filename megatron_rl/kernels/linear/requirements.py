@@ -14,8 +14,9 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.versions import find_version
 from parallel.formats import FP8, TensorFormat
 from parallel.layout import Layout
-from parallel.megatron_shards import build_megatron_shards, compute_row_order
+from parallel.megatron_shards import build_megatron_shards, reorder_for_quantization
 from parallel.model_geometry import ModelGeometry
+from parallel.shards import find_misaligned_region
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
 MIN_CUDA = (12, 9)  # first version in which cuBLAS has block-scaled products and nvcc compiles DeepGEMM's kernels
@@ -77,8 +78,8 @@ def find_triton_problem() -> tuple[str, str] | None:
 
 
 def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
-    """Raise UserError if a rank's quantized weight is cut or reordered within a block, which only `emulated` supports. The last rows of a
-    weight that gives queries, keys or values may be a partial block, as in latent attention (`kernels.linear.base.GpuBackend`)."""
+    """Raise UserError if a rank's quantized weight is cut within a block, which only `emulated` supports. The last rows of a weight that
+    gives queries, keys or values may be a partial block, as in latent attention (`kernels.linear.base.GpuBackend`)."""
     if format.block is None or backend == "emulated" or not (rule := _find_mixed_block(format, model, layout)):
         return
     works = [str(tp) for tp in range(1, layout.tp) if model.shares_heads(tp) and not _find_mixed_block(format, model, Layout(tp=tp))]
@@ -96,7 +97,8 @@ def _find_mixed_block(format: TensorFormat, model: ModelGeometry, layout: Layout
             multiple = ROW_MULTIPLE if shard.role == "attention_qkv" else width
             if rows % multiple or shard.cols % width:
                 return f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
-            if compute_row_order(shard, format) is not None:
+            reordered = reorder_for_quantization(shard, format)
+            if reordered is not shard and find_misaligned_region(reordered, format) is not None:
                 return f"needs blocks of only one of q, k and v, but those of {shard.name} would mix them on rank {rank}"
     return ""
 

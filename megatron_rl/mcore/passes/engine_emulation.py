@@ -71,12 +71,14 @@ def _make_matmul(layer: WeightLayer, blocks: QuantizedWeight, format: TensorForm
         backend = make_backend("emulated", format)
     else:
         return partial(_fp32_matmul, DequantizedWeight(blocks, format, layer.row_order).as_dtype(torch.float32))
-    return partial(_quantized_matmul, backend, backend.prepare(blocks, layer.row_order))
+    order = None if layer.row_order is None or backend.orders_rows else layer.row_order.argsort().to(blocks.data.device)
+    return partial(_quantized_matmul, backend, backend.prepare(blocks, None if order is not None else layer.row_order), order)
 
 
-def _quantized_matmul(backend: Backend, operand: Any, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
+def _quantized_matmul(backend: Backend, operand: Any, order: torch.Tensor | None, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
     tokens = backend.quantize(x.reshape(-1, x.shape[-1]), rows=True, columns=False)
-    return (backend.fprop_by_tree if by_tree else backend.fprop)(tokens, operand).unflatten(0, x.shape[:-1])
+    y = (backend.fprop_by_tree if by_tree else backend.fprop)(tokens, operand).unflatten(0, x.shape[:-1])
+    return y if order is None else y.index_select(-1, order)
 
 
 def _fp32_matmul(values: torch.Tensor, x: torch.Tensor, by_tree: bool) -> torch.Tensor:

@@ -73,6 +73,9 @@ RANK_SETTINGS = [
     ("precision.scale_format = 'fp32': is applied in another order by each kernel", "--precision.scale_format=fp32"),
     ("lora.rank = 8: adds products of adapters", "--lora.rank=8"),
 ]
+GRAPHS = "--rollout.sglang.cuda_graph_backend_prefill"
+WIDE_HEADS = {"model": {"head_dim": 128}}
+OTHER_SUMS = ("disable_custom_all_reduce", "enable_mscclpp", "enable_nccl_nvls", "enable_symm_mem", "enable_torch_symm_mem")
 RANK_GPUS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
     ("precision.reduction = 'ranks': needs Hopper GPUs", (BLOCKS,), {"capability": (10, 0)}),
     ("precision.kv = 'e4m3_per_layer': rounds queries and probabilities", (BLOCKS, "--precision.kv=e4m3_per_layer"), {}),
@@ -90,6 +93,17 @@ RANK_GPUS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"model": {"num_attention_heads": 4, "num_key_value_heads": 4}},
     ),
     ("rollout.sglang.attention_backend = 'flashinfer': is a kernel that the trainer does not have", (HIGH, FLASHINFER), {}),
+    ("rollout.sglang.cuda_graph_backend_prefill = 'full': captures the attention of prompts", (HIGH, f"{GRAPHS}=full"), WIDE_HEADS),
+    ("rollout.sglang.cuda_graph_backend_prefill = 'breakable': captures the", (HIGH, TRITON, f"{GRAPHS}=breakable"), WIDE_HEADS),
+    (
+        "rollout.sglang.cuda_graph_config = {'decode': {'max_bs': 8}}: may capture",
+        (HIGH, "--rollout.sglang.cuda_graph_config={decode = {max_bs = 8}}"),
+        {},
+    ),
+    *(
+        (f"rollout.sglang.{name} = True: adds over ranks by other kernels or NVLink multicast", (HIGH, f"--rollout.sglang.{name}=true"), {})
+        for name in OTHER_SUMS
+    ),
 ]
 
 
@@ -358,12 +372,12 @@ MISTAKES = [
     *(refuse(line, rank_sums.ranks_support_the_settings, "train plan", RANKS, *options) for line, *options in RANK_SETTINGS),
     *(refuse(line, rank_sums.ranks_support_the_gpus, "train plan", RANKS, GLOO, *options, gpus=2, **others)
       for line, options, others in RANK_GPUS),
-    refuse("MODEL = 'qwen3_moe': is not a dense model, for which alone precision.reduction = 'ranks' promises a mismatch of 0; use",
+    refuse("MODEL = 'qwen3_moe': has experts, for which trainer and engine have no common kernels with precision.reduction = 'ranks'; use",
            rank_sums.ranks_support_the_model, "train plan", RANKS, EXPERTS, HIGH),
-    refuse("MODEL = 'qwen3_5_text': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS,
-           model=ARCHITECTURES["qwen3_5_text"]),
-    refuse("MODEL = 'deepseek_v3': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS, model=MLA),
-    refuse("MODEL = 'gpt_oss': is not a dense model", rank_sums.ranks_support_the_model, "train plan", RANKS, HIGH, model=SINKS),
+    refuse("MODEL = 'qwen3_5_text': has attention other than plain softmax (gated delta nets",
+           rank_sums.ranks_support_the_model, "train plan", RANKS, model=ARCHITECTURES["qwen3_5_text"]),
+    refuse("MODEL = 'deepseek_v3': has experts", rank_sums.ranks_support_the_model, "train plan", RANKS, model=MLA),
+    refuse("MODEL = 'gpt_oss': has experts, for", rank_sums.ranks_support_the_model, "train plan", RANKS, HIGH, model=SINKS),
     refuse("rollout.tp = 3: must be a multiple or a divisor of train.layout.tp (2) with precision.reduction = 'ranks'; use another size",
            rank_sums.parts_are_shared_evenly, "train plan", RANKS, HIGH, *layout("tp=2"), "--rollout.tp=3", ranks=2,
            model={"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 768, "vocab_size": 768}),

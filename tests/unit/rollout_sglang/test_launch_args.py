@@ -143,6 +143,22 @@ def test_triton_attends_on_a_gpu_only_where_bits_are_not_promised(monkeypatch, s
         SGLangLauncher().check(other)
 
 
+def test_flash_attention_3_may_be_named_where_the_trainer_shares_it(monkeypatch, start):
+    """The fixture is a GPU."""
+
+    def check_named(reduction):
+        rollout = {"sglang": {"attention_backend": "fa3"}}
+        precision = {"mode": "bf16", "reduction": reduction}
+        SGLangLauncher().check(Config.model_validate({"model": {"path": Path("m")}, "precision": precision, "rollout": rollout}))
+
+    check_named("ranks")
+    with pytest.raises(UserError, match="computes with a different kernel"):
+        check_named("fast")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="computes with a different kernel"):
+        check_named("ranks")
+
+
 def test_only_an_empty_engine_loads_no_weights_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start, monkeypatch):
     assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
     arguments, _ = start(kind="disaggregated", arguments=("--load-format", "dummy"))
@@ -237,13 +253,27 @@ def test_options_for_large_models_pass():
     ({"quantization": "fp8"}, "rollout.sglang.quantization = 'fp8': is set by precision.mode; set precision.mode"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "is set by precision.kv"),
     ({"attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
+    ({"decode_attention_backend": "triton"}, "computes with a different kernel than the precision graph says; leave it out"),
+    ({"prefill_attention_backend": "fa3"}, "computes with a different kernel"),
+    ({"triton_attention_num_kv_splits": 8}, "computes with a different kernel"),
+    ({"triton_attention_split_tile_size": 256}, "computes with a different kernel"),
+    ({"bf16_gemm_backend": "auto"}, "computes with a different kernel"),
+    ({"fp8_gemm_runner_backend": "triton"}, "computes with a different kernel"),
+    ({"enable_deterministic_inference": True}, "computes with a different kernel"),
+    ({"enable_quant_communications": True}, "computes with a different kernel"),
+    ({"enable_flashinfer_allreduce_fusion": True}, "computes with a different kernel"),
+    ({"enable_mixed_chunk": True}, "has not been tested with the hooks of this project"),
+    ({"enable_two_batch_overlap": True}, "has not been tested"),
+    ({"enable_fp32_lm_head": True}, "has not been tested"),
     ({"moe_runner_backend": "deep_gemm"}, "computes with a different kernel"),
     ({"speculative_algorithm": "EAGLE"}, "draws tokens by rules that the trainer does not repeat, among proposals of weights that no"),
     ({"speculative_num_draft_tokens": 4}, "draws tokens by rules that the trainer does not repeat, among proposals of weights that no"),
     ({"custom_weight_loader": ["m.f"]}, "sets the served model or its format"),
     ({"enable_hierarchical_cache": True}, "keeps keys and values of older weights"),
     ({"enable_dp_attention": True}, "places ranks or weights where the sync does not expect them"),
+    ({"speculative_eagle_topk": 4}, "draws tokens by rules that the trainer does not repeat"),
     ({"enable_torch_compile": True}, "computes with a different kernel"),
+    ({"cuda_graph_config": {"prefill": {"compiler": "inductor"}}}, "computes with a different kernel"),
     ({"cuda_graph_config": {"prefill": {"backend": "tc_piecewise"}}}, "computes with a different kernel"),
     ({"lora_paths": ["a"]}, "serves weights that no sync fills and proves"),
     ({"mem_fraction": 0.8}, "is not a server argument of SGLang; did you mean mem_fraction_static?"),

@@ -8,6 +8,7 @@ then the replicas gather the bytes (`mcore.optim.quantizing_optimizer`).
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,8 +126,16 @@ class QuantizedLinear(WeightLayer):
     def operand(self) -> Any:
         """The blocks in the backend's form, created on first use: a model that only feeds an engine needs none."""
         if self.cached_operand is None:
-            self.cached_operand = self.backend.prepare(self.blocks, self.row_order)
+            self.cached_operand = self.backend.prepare(self.blocks, None if self.result_order else self.row_order)
         return self.cached_operand
+
+    @cached_property
+    def result_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(`row_order`, its inverse) on the weight's device, if the backend multiplies rows in the order of blocks, else None."""
+        if self.row_order is None or self.backend.orders_rows:
+            return None
+        order = self.row_order.to(self.weight.device)
+        return order, order.argsort()
 
     def _forward_impl(self, input: Any, weight: torch.Tensor, *_: Any, **options: Any) -> Any:
         """`input` is a tensor, `GateUp` or `Normed`. Return a tensor or `GateUp`."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_rl.kernels.linear.base import Backend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, can_gather, gather_first
 from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, pend, start_scatter
-from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum
+from megatron_rl.mcore.layers.linear.row_parallel import RowSum
 from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.passes import two_batch
 from parallel.formats import BLOCK
@@ -78,6 +78,8 @@ class QuantizedMatmul(torch.autograd.Function):
             saved = operand.columns
         product_of = backend.fprop if row_sum is None else partial(row_sum.multiply_operands, backend)
         y = product_of(operand, layer.operand).unflatten(-2, x.shape[:-1])
+        if layer.result_order is not None:
+            y = y.index_select(-1, layer.result_order[1])
         ctx.save_for_backward(weight, *saved, *([y] if product.defers_swiglu else []))
         if product.defers_swiglu:
             ctx.mark_non_differentiable(y)
@@ -96,7 +98,8 @@ class QuantizedMatmul(torch.autograd.Function):
         product: Product = ctx.product
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         gate_up = saved.pop() if product.defers_swiglu else None
-        backend = product.layer.backend
+        backend, order = product.layer.backend, product.layer.result_order
+        dy = dy if order is None else dy.index_select(-1, order[0])
         tokens_again = _start_gathering_again(product, tuple(saved)) if needs_dw and product.tokens else None  # overlaps with DGrad
         if product.sums is not None:
             gradient, gradient_again = product.sums.end()
@@ -113,7 +116,10 @@ class QuantizedMatmul(torch.autograd.Function):
         if needs_dw:
             gradient = gradient if gradient_again is None else gradient_again()
             operand = Operand(gradient.tokens, columns=tuple(saved)) if tokens_again is None else tokens_again()
-            backend.wgrad(gradient, operand, weight.main_grad)  # Megatron's FP32 buffer
+            if order is None:
+                backend.wgrad(gradient, operand, weight.main_grad)  # Megatron's FP32 buffer
+            else:
+                weight.main_grad.index_add_(0, order[0], backend.wgrad(gradient, operand, None).to(weight.main_grad.dtype))
             dw = hand_over_gradient(weight)
         if pending is not None:
             pending.wait()
@@ -169,7 +175,7 @@ def _start_gathering_gradient(product: Product, dy: torch.Tensor, rows: bool, co
     pending operand overlaps with DGrad, if each rank has whole blocks of tokens and quantizes its own; else the first operand has both."""
     backend, row_sum, tokens = product.layer.backend, product.row_sum, dy.shape[:-1].numel()
     assert row_sum is not None
-    if isinstance(row_sum, ScatteredSum) and can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and rows:
+    if can_gather(backend, tokens) and backend.gathers_bytes and tokens % BLOCK == 0 and rows:
         own = backend.quantize(_flatten_tokens(dy), rows=True, columns=columns)
         of_rows = backend.start_gather(Operand(own.tokens, rows=own.rows), row_sum.group)
         of_columns = backend.start_gather(Operand(own.tokens, columns=own.columns), row_sum.group) if columns else None

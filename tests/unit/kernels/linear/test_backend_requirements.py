@@ -154,8 +154,10 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
     ):
         requirements.check_model(backend, FP8, uneven, Layout(tp=2))
     small_heads = geometry(head_dim=64, num_attention_heads=8, num_key_value_heads=4)
-    with pytest.raises(UserError, match=r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them .* train in BF16"):
-        requirements.check_model(backend, FP8, small_heads, Layout())
+    requirements.check_model(backend, FP8, small_heads, Layout(tp=2))  # two heads of 64 are a block
+    line = r"blocks of only one of q, k and v, .*linear_qkv.weight would mix them .* use emulated, or train.layout.tp = 1 or 2"
+    with pytest.raises(UserError, match=line):
+        requirements.check_model(backend, FP8, small_heads, Layout(tp=4))
     requirements.check_model("emulated", FP8, uneven, Layout(tp=2))
 
 

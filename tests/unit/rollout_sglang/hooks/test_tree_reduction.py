@@ -13,6 +13,7 @@ from support.fp8_reference import uneven, uneven_matrix
 from megatron_rl.kernels.linear.reference import fprop_by_tree
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import quantize_weight
+from rollout_sglang import derived_tensors
 from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
 
 SGLANG = Path(find_spec("sglang").origin).parent
@@ -43,16 +44,29 @@ def test_products_are_the_trainers():
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-def test_products_of_slices_are_those_of_ranks(slices):
-    """With `precision.reduction = "ranks"` and a trainer of more ranks. DeepGEMM gets each slice's operands as a rank would hold them."""
+def test_products_of_slices_are_those_of_ranks(slices, monkeypatch):
+    """With `precision.reduction = "ranks"` and a trainer of more ranks. DeepGEMM gets each slice's operands as a rank would hold them, with
+    scales that were copied at the last sync, where CUDA graphs read them."""
     x, values = uneven(5, 512, torch.bfloat16), uneven_matrix(256, 512)
     blocks = quantize_weight(values, "fp32")
-    layer = SimpleNamespace(quant_method=type("Fp8LinearMethod", (), {})(), weight=blocks.data, weight_scale_inv=blocks.scale)
-    products = tree_reduction.multiply_on_gpu(layer, x, slices)
+
+    def load(data, scale, count):
+        layer = SimpleNamespace(quant_method=type("Fp8LinearMethod", (), {})(), weight=data, weight_scale_inv=torch.zeros_like(scale))
+        layer.tp_size, layer.input_is_parallel = 1, True
+        monkeypatch.setattr(tree_reduction, "count_slices", lambda ranks: count)
+        runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: [layer, SimpleNamespace(weight_scale_inv=scale)]))
+        tree_reduction.load_model(lambda _: None, runner)
+        kept = getattr(layer.weight_scale_inv, tree_reduction.CUT)
+        layer.weight_scale_inv.copy_(scale)
+        derived_tensors.refresh(runner.model)
+        assert kept.is_contiguous() and kept is getattr(layer.weight_scale_inv, tree_reduction.CUT) and kept.all()
+        return layer
+
+    products = tree_reduction.multiply_on_gpu(load(*blocks, slices), x, slices)
     width = 512 // slices
     for number, product in enumerate(products):
         own = slice(number * width, (number + 1) * width)
-        layer.weight, layer.weight_scale_inv = blocks.data[:, own].contiguous(), blocks.scale.chunk(slices, 1)[number].contiguous()
+        layer = load(blocks.data[:, own].contiguous(), blocks.scale.chunk(slices, 1)[number].contiguous(), 1)
         (alone,) = tree_reduction.multiply_on_gpu(layer, x[:, own].contiguous(), 1)
         assert product.dtype == torch.bfloat16 and torch.equal(product, alone)
     summed = tree_reduction.add_slices(products, Group(), torch.bfloat16)

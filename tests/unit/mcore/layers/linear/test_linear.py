@@ -26,7 +26,8 @@ _PADDED = 256  # T in whole blocks
 def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     """Return the tensors saved for the backward pass, without the weight."""
     backend, weight = make_backend(name, FP8.with_scales("pow2")), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
-    layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
+    operand = backend.prepare(quantize_weight(weight.detach(), "pow2"), None)
+    layer = SimpleNamespace(backend=backend, operand=operand, result_order=None)
     result: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
         y = QuantizedMatmul.apply(x, weight, Product(layer, None, False, None), None, None)
@@ -48,6 +49,26 @@ def test_the_reference_keeps_the_input_itself_and_padding_copies_only_if_zeros_a
     assert saved.data_ptr() == x.data_ptr()
     x = torch.randn(T, K)
     assert append_zeros(x, -2, 0) is x and append_zeros(x[:150], -2, 10).shape == (160, K)
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+def test_rows_that_blocks_hold_in_another_order_keep_their_places(name):
+    """As of q, k and v with heads of 64, of which a block holds two: GPU libraries multiply blocks, not a weight's rows."""
+    backend, format = make_backend(name, FP8.with_scales("pow2")), "pow2"
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
+    blocks, x, dy = quantize_weight(torch.randn(N, K), format), torch.randn(T, K).bfloat16(), torch.randn(T, N).bfloat16()
+
+    def run(result_order, dy):
+        weight: Any = torch.nn.Parameter(torch.zeros(N, K))
+        weight.main_grad, own = torch.ones(N, K), x.clone().requires_grad_()
+        layer = SimpleNamespace(backend=backend, operand=backend.prepare(blocks, None), result_order=result_order)
+        y = QuantizedMatmul.apply(own, weight, Product(layer, None, False, None), None, None)
+        y.backward(dy)
+        return y.detach(), own.grad, weight.main_grad
+
+    plain, reordered = run(None, dy[:, order].contiguous()), run((order, order.argsort()), dy)
+    assert torch.equal(reordered[0][:, order], plain[0]) and torch.equal(reordered[1], plain[1])
+    assert torch.equal(reordered[2][order], plain[2]) and not torch.equal(reordered[2], plain[2])
 
 
 def test_a_chunk_allocates_no_matrix_of_the_weights_size(monkeypatch):
