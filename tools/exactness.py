@@ -13,6 +13,7 @@ they are known; the same command goes on after the pairs in that file.
 """
 
 import json
+import multiprocessing
 import tempfile
 import time
 from functools import partial
@@ -333,6 +334,7 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     """Compare every trainer layout with every engine layout."""
+    multiprocessing.set_forkserver_preload(["megatron_rl.mcore.actor", "rollout_sglang.engine"])  # otherwise every rank imports them
     console = Console(width=120)
     with as_user_error():
         trainers = list_trainer_layouts(whole_experts, *map(parse_numbers, (train_tp, pp, cp, ep)))

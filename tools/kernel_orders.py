@@ -32,6 +32,7 @@ class Order(NamedTuple):
     sums: tuple[str, ...]  # axis and operand, with its layout, of each sum; maxima have no order
     products: tuple[str, ...]  # shapes and instruction of each matrix product
     fuses: bool  # whether a multiplication and an addition become one instruction
+    split: int  # numbers that are summed by themselves, of kernels with such splits, else 0
 
 
 def read_order(kernel: Any) -> Order:
@@ -44,7 +45,8 @@ def read_order(kernel: Any) -> Order:
     for operands in map(resolve, map(resolve, _DOT.findall(text))):
         shapes, instruction = re.findall(r"(?:memdesc|tensor)<([\dx]+\w+)", operands), re.search(r"nvidia_mma<\{.*?\}>", operands)
         products.append(f"{' '.join(shapes)} by {instruction[0] if instruction else 'no tensor core'}")
-    return Order(sums, tuple(products), kernel.metadata.enable_fp_fusion)
+    constants = {kernel.src.fn.arg_names[place]: value for (place, *_), value in kernel.src.constants.items()}
+    return Order(sums, tuple(products), kernel.metadata.enable_fp_fusion, constants.get("SPLIT", 0))
 
 
 def find_differences(compiled: dict[str, list[Any]]) -> list[str]:

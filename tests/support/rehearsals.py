@@ -76,7 +76,7 @@ CASES = {
     "gather_among_context_ranks": (CP, TINY),
     "ranks": ([*DEEP_GEMM, *RANKS], TINY),
     "ranks, bf16": ([*BF16, *DEEP_GEMM, *RANKS], TINY),
-    "ranks, splits": ([*BF16, *DEEP_GEMM, *RANKS], TINY | {"head_dim": 64}),
+    "ranks, splits": ([*DEEP_GEMM, *RANKS], TINY | {"head_dim": 64}),
     "refused_scales": ([*DEEP_GEMM, *SPREAD], TINY),
     "module_without_a_share": (TWO, TINY),
     "part_at_another_place": (TWO, TINY),

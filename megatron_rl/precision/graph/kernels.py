@@ -6,6 +6,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import inspect
@@ -20,6 +21,7 @@ from megatron_rl.versions import find_version
 
 SAME_KERNEL, SAME_ORDER, DIFFERS = "same kernel", "same order", "differs"
 OWN_PACKAGES = ("megatron_rl", "rollout_sglang", "parallel")
+_HELPERS = ("megatron_rl.kernels", "parallel.")
 _DISTRIBUTIONS = {"megatron": "megatron-core", "sgl_kernel": "sglang-kernel", "deep_gemm": "sgl-deep-gemm"}
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -118,9 +120,30 @@ def _read_cpu() -> str:
 
 @functools.cache
 def _digest_module(module: str) -> str:
-    found = find_spec(module)
+    """Return the digest of a module and of what it imports of `_HELPERS`, which chooses launches, tiles and alignments."""
+    sources, pending = dict[str, bytes](), [module]
+    while pending:
+        if (name := pending.pop()) not in sources:
+            sources[name], imported = _read_source(name)
+            pending += imported
+    return digest(b"".join(source for _, source in sorted(sources.items())))
+
+
+@functools.cache
+def _read_source(module: str) -> tuple[bytes, tuple[str, ...]]:
+    """Return the source of a module of this project, and the names that it imports from `_HELPERS`; nothing for a name that is no module."""
+    top, *rest = module.split(".")
+    found = find_spec(top)
     assert found is not None and found.origin is not None
-    return digest(Path(found.origin).read_bytes())
+    base = Path(found.origin).parent.joinpath(*rest)
+    path = next((file for file in (base.parent / f"{base.name}.py", base / "__init__.py") if file.exists()), None)
+    if path is None:
+        return b"", ()
+    source, names = path.read_bytes(), list[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_HELPERS):
+            names += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return source, tuple(names)
 
 
 def _digest_source(function: Any) -> str:

@@ -42,6 +42,16 @@ def test_an_identity_names_the_function_that_runs_and_its_source():
     assert bound.version.startswith(f"torch {torch.__version__}")
 
 
+@pytest.mark.parametrize("changed", ["megatron_rl.kernels.norm.triton", "megatron_rl.kernels.quantize.triton", "parallel.formats"])
+def test_another_source_of_a_kernel_or_of_its_helpers_is_another_identity(monkeypatch, changed):
+    """`kernels.quantize` chooses the tiles and alignment of norms."""
+    installed, read = identify(norm.normalize, on_gpu=True), kernels._read_source
+    monkeypatch.setattr(kernels, "_digest_module", kernels._digest_module.__wrapped__)
+    assert identify(norm.normalize, on_gpu=True) == installed
+    monkeypatch.setattr(kernels, "_read_source", lambda name: (b"other", ()) if name == changed else read(name))
+    assert compare(identify(norm.normalize, on_gpu=True), installed) == "differs"
+
+
 def test_verdicts():
     other_version, ordered = replace(NORM, version="ffffffff"), Kernel("a", "1", "rows")
     assert compare(NORM, NORM) == "same kernel" and compare(ordered, Kernel("b", "2", "rows")) == "same order"
