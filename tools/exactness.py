@@ -247,7 +247,7 @@ def run(
 ) -> list[dict]:
     """Return one report for each case, trainer layout, and engine layout; those in `file` are known."""
     console = Console(width=120)
-    cells = json.loads(file.read_text()) if file and file.exists() else []
+    cells = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else []
     known = {tuple(cell[name] for name in _PAIR) for cell in cells}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-exactness-", ignore_cleanup_errors=True) as name:
         cases = [write_case(family, mode, Path(name)) for family, mode in product(families, modes)]

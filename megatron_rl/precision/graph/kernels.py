@@ -131,7 +131,7 @@ def _digest_module(module: str) -> str:
 
 @functools.cache
 def _read_source(module: str) -> tuple[bytes, tuple[str, ...]]:
-    """Return the source of a module of this project, and the names that it imports from `_HELPERS`; nothing for a name that is no module."""
+    """Return the source of a module of this project, and the names that it imports from `_HELPERS`; nothing if there is no such module."""
     top, *rest = module.split(".")
     found = find_spec(top)
     assert found is not None and found.origin is not None
