@@ -137,13 +137,6 @@ def test_every_page_is_in_the_order_of_reading():
     )
 
 
-def test_default_cases_name_tests():
-    """A test that is renamed would lose its cap in the default tests unnoticed."""
-    names = re.findall(r'"(test_\w+)": \d', (ROOT / "tests" / "conftest.py").read_text())
-    defined = re.findall(r"^def (test_\w+)\(", "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py")), re.MULTILINE)
-    assert len(names) > 5 and [name for name in names if defined.count(name) != 1] == []
-
-
 def test_lines_of_the_troubleshooting_page_stand_in_the_code():
     """Each fixed part of a quoted line must be found in a script, a source file, or a test, in which long texts may be split."""
     code = "\n".join(file.read_text() for file in list_texts() if file.suffix in (".py", ".sh"))
