@@ -31,7 +31,7 @@ from megatron_rl.types import Completion, Generation, KeptTokens, Problem, Sampl
 CHARACTERS_PER_TOKEN = 32
 """Maximum mean number of characters in a token. A longer conversation is refused before it is tokenized, which takes time."""
 _MOST_NOTES = 8  # number of notes about histories that an episode's record holds
-_MOST_REFUSALS = 8  # number of requests beyond its limits after which an agent is killed, because it might go on forever
+_MOST_REFUSALS = 16  # number of requests beyond its limits after which an agent is killed, because it might go on forever
 
 
 @dataclass(eq=False)
