@@ -46,7 +46,7 @@ _LEAD = re.compile(
 _DETAIL = re.compile(rf"({NUMBER.pattern}(?:\s+(?!(?:and|or|than|by|of|to|times|plus|minus|over|mod)\b)[^\W\d_]+){{1,5}}\s*)(?=[0-9])")
 _SAYS_MORE = re.compile(r"(?<!\\)\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
 _INTERVAL = re.compile(r"\s*(?:[a-z]\s*\\in\b\s*)?(?:\\left)?\s*[(\[]")
-_SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\(")
+_SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\((?!.*\)\s*,)")
 _FALLING = re.compile(r"([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=]+)")
 _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?![A-Za-z])")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
@@ -77,7 +77,7 @@ def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEF
         correct = _equals(stated, gold)
     except _UnreadableGoldError:
         return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
-    return Reward(float(correct), correct, answer=_read_vote(stated, gold) or problem.answer.strip() * correct)
+    return Reward(float(correct), correct, answer=problem.answer.strip() if correct else _read_vote(stated, gold))
 
 
 def final_answer(text: str) -> str | None:
@@ -98,14 +98,12 @@ def _read_vote(stated: Statement, gold: str) -> str:
     """Return the canonical form of an answer to a problem with the gold answer `gold`, or "" if it states none of this kind."""
     if read := find_kind(plain(gold)):
         return "" if HEDGE.search(stated.content) else ",".join(sorted(map(str, read(plain(stated.content)))))
-    if parse_number(_LEAD.sub("", gold)):
+    if parse_number(_LEAD.sub("", gold)) or _read_number(stated):
         return canonical(stated)
     content = strip_wrapping(stated).casefold()
     if not stated.explicit and (len(content) > _LONGEST_VOTE or HEDGE.search(content)):
         return ""
     content = _ASSIGNED.sub("", _read_list(content))
-    if number := parse_number(content):
-        return str(number.value)
     content = re.sub(r"^\\?\{(.*?)\\?\}$", r"\1", "".join(content.split()))
     if _is_name(plain(gold)):
         return content.partition(",")[0]
@@ -202,15 +200,22 @@ def _states_words(content: str, words: str, explicit: bool) -> bool:
     if HEDGE.search(content):
         return False
     content, words = (re.sub(r"^(?:the|an?)\s+", "", _fold(text)) for text in (content, words))
+    if explicit and _split_names(content) == _split_names(words):
+        return True
     if not explicit and (last := re.fullmatch(rf"(.*\b(?:is|are|was|were|on)\s+)(?:(?:an?|the)\s+)?{re.escape(words)}\W*", content)):
         return not re.search(r"\b(?:not|never)\b|n't", last[1])
     rest = content.removeprefix(words)
     return content.startswith(words) and not re.match(r"\w|\s*(?:or|and|not)\b|[\s,]+\w+\s*\?" if explicit else r"\w|\s+\w", rest)
 
 
+def _split_names(words: str) -> set[str]:
+    """Return the parts of "Alice, Bob" or "Bob and Alice"."""
+    return {part.strip() for part in _AND.split(words)}
+
+
 def _fold(words: str) -> str:
-    """Return words in lowercase, without subscripts and superscripts, and with ordinals in digits."""
-    words = re.sub(r"\s+(?=_)|[_{}^]", "", words).casefold()
+    """Return words in lowercase and singular, without subscripts and superscripts, and with ordinals in digits."""
+    words = re.sub(r"(?<=[a-z]{3})s\b|\s+(?=_)|[_{}^]", "", words.casefold())
     words = re.sub(rf"^(?:{'|'.join(_ORDINALS)})\b", lambda match: f"{_ORDINALS.index(match[0]) + 1}th", words)
     return re.sub(r"(?<=[0-9])(?:st|nd|rd)\b", "th", words)
 
@@ -222,7 +227,7 @@ def _is_formula(content: str, gold: str) -> bool:
         return False
     if not any(map(_INTERVAL.match, (gold, content))) and bool(_RELATION.search(content)) != bool(_RELATION.search(gold)):
         return False
-    if _SAYS_MORE.search(content) or (_SET.match(content) and _TUPLE.match(gold)):
+    if _SAYS_MORE.search(content) or any(_SET.match(one) and _TUPLE.match(other) for one, other in ((content, gold), (gold, content))):
         return False
     if _EQUATION.search(gold) and not _EQUATION.search(content):
         return not re.search(r"[-+*/^]|(?<![_{0-9])[0-9]", re.sub(r"\([^()]*\)", "", gold.split("=")[0]))

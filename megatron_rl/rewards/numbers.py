@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _SEPARATOR = r"(?:,|\{,\}|\\[,:; ]|\\! ?)"
-_INTEGER = rf"(?:[0-9]{{1,3}}(?:(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+|(?: [0-9]{{3}})+)(?![0-9])|[0-9]+)"
+_GROUPED = rf"[0-9]{{1,3}}(?:(?:{_SEPARATOR}{{1,2}}[0-9]{{3}})+|(?: [0-9]{{3}})+)|[0-9]{{1,2}}(?:,[0-9]{{2}})+,[0-9]{{3}}"  # 12,34,567 too
+_INTEGER = rf"(?:(?:{_GROUPED})(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?\.?|\.[0-9]+)"
 _POWER = r"(?:\s*(?:\\times|\\cdot|×|·|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[-+]?[0-9]+)\s*\}?|[eE](?P<e>[-+]?[0-9]+))"
 _FRACTION = r"(?:\\[dtc]?frac\s*\{\s*)?(?P<top>-?[0-9]+)\s*(?:\}\s*\{|/)\s*(?P<bottom>[0-9]+)(?:\s*\}|(?![0-9.,]?[0-9/}]))"
@@ -18,12 +19,17 @@ _BARE_POWER = re.compile(r"^([-+]?\s*)10\s*(\^|\*\*)")
 _PERCENT = re.compile(r"\\?%|\s*per\s?cent\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"\s*({'|'.join(_SCALES)})s?(?![a-z])", re.IGNORECASE)
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°|\\degree)\s*[CF]?")
+_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°|\\degree)")
 _NO_UNIT = re.compile(
     r"\b(?:or|not|is|are|isn't|than|at|but|if|minus|plus|times|over|squared|cubed|factorial|mod|to)\b|[0-9?=<>≠≤≥±]", re.I
 )
 _UNIT = re.compile(r"(?:[^\W\d_]{2,}|(?<![^\W\d_])[mshgLlNJWVAKCFt])(?:[\s/.\-^{}'·*]|[^\W\d_])*")
 _LONGEST_UNIT = 60
+_UNITS = """m meter metre|km kilometer kilometre|cm centimeter centimetre|mm millimeter millimetre|in inch inche|ft foot feet
+yd yard|mi mile|g gram|kg kilogram kilo|mg milligram|lb lbs pound|oz ounce|t ton tonne|l liter litre|ml milliliter millilitre|gal gallon
+s sec second|min minute|h hr hour|n newton|j joule|w watt|pa pascal|v volt|a amp ampere|hz hertz|mol mole|k kelvin|c celsius|f fahrenheit
+/ per|^2 square sq|^3 cubic cu|km/h kph kmph kmh|mi/h mph"""
+_UNIT_NAMES = {name: names.split()[0] for names in re.split(r"[|\n]", _UNITS) for name in names.split()} | {"degree": ""}
 _ONES = "zero|one|two|three|four|five|six|seven|eight|nine"
 _TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
@@ -89,12 +95,16 @@ def to_fraction(match: re.Match[str]) -> Fraction | None:
 def _read_unit(rest: str) -> str | None:
     """Return the unit in the text after a number, "" if there is none, or None if the text is something else."""
     rest = re.sub(r"\\[,;:! ]|~|\\left|\\right", " ", _DEGREES.sub("", rest, count=1)).strip(" .,;:*$€£¥₹`\n\t")
-    if not rest:
-        return ""
-    if len(rest) > _LONGEST_UNIT or _NO_UNIT.search(re.sub(r"\^\s*\{?[-0-9]+\}?", "", rest)):
-        return None
     bare = re.sub(r"\^\s*\{?[-0-9]+\}?", "", rest)
-    if not _UNIT.fullmatch(bare) and not re.fullmatch(r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7a3]{1,6}", bare):
+    if len(rest) > _LONGEST_UNIT or _NO_UNIT.search(bare):
         return None
-    unit = re.sub(r"[\s{}.]", "", rest).casefold()
-    return unit.removesuffix("s") if len(unit) > 3 else unit
+    if rest and not _UNIT.fullmatch(bare) and not re.fullmatch(r"[\u4e00-\u9fff\u3040-\u30ff\uac00-\ud7a3]{1,6}", bare):
+        return None
+    words = re.sub(r"[^\W\d_]+", lambda word: _shorten_unit(word[0]), rest.casefold())
+    words = re.sub(r"(\^[23])\W+(\w+)", r"\2\1", words)  # square meters
+    return re.sub(r"[\s{}.·*]", "", re.sub(r"\s*\b(\w+)\^\{?-1\}?", r"/\1", words))
+
+
+def _shorten_unit(word: str) -> str:
+    single = word.removesuffix("s") if len(word) > 3 and word not in _UNIT_NAMES else word
+    return _UNIT_NAMES.get(single, single)

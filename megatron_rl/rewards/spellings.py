@@ -9,12 +9,24 @@ _MARKS |= {wide: f"{narrow} " for wide, narrow in zip("。！；、，،", ".!;,
 _MARKS |= {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "∅": r"\emptyset "}
 _FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _TEXT = r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|sf|it)|mbox|ce|operatorname)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+
+
+def _to_fraction(whole: str, fixed: str, repeated: str) -> str:
+    """Return a decimal whose last digits repeat without end as a fraction."""
+    top, bottom = int(whole + fixed + repeated) - int("0" + whole + fixed), (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
 _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
     (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
     (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
     *[(re.compile(rf"(\\[a-z]+)?{_TEXT}"), lambda match: f"{match[1]} {match[2]}" if match[1] else match[2])] * 2,
     (re.compile(r"(\\[dtc]?frac)\s*([0-9])\s*([0-9])"), r"\1{\2}{\3}"),
+    (re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}"), lambda match: _to_fraction(*match.groups())),
+    (re.compile(r"\\([pb]mod)\s+(\w+)"), r"\\\1{\2}"),
+    (re.compile(r"\\(?:left\s*\\)?langle\b"), "("),
+    (re.compile(r"\\(?:right\s*\\)?rangle\b"), ")"),
     (re.compile(r"\{:\}|\\colon\s*"), ":"),
     (re.compile(r"\\varnothing\b|\b(?:the )?empty set\b|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"<<[^<>\n]{0,100}>>"), ""),  # the calculations in GSM8K's solutions

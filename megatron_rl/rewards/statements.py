@@ -15,7 +15,7 @@ from megatron_rl.rewards.spellings import normalize, translate
 
 _BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be|(?:comes|works)\s+(?:out\s+)?to)(?:(?=n't)|\b)"
 _STATEMENT = re.compile(
-    rf"""(?P<box>\\(?:boxed|fbox)\b)
+    rf"""(?ix)(?P<box>\\(?:boxed|fbox)\b)
     | (?P<tag><(?:final_)?answer>|<\|begin_of_box\|>)
     | (?P<hash>\#\#\#\#+(?!\#))
     | (?P<phrase>
@@ -26,66 +26,59 @@ _STATEMENT = re.compile(
       | (?:^|(?<=[\n\s]))(?:答|答え)\s*: | (?:答え|正解|解答)は | 정답은 | 답은
       )
     | (?P<named>(?<![^\s.,:;])(?P<what>[^\s.,:;]{{1,100}})
-          \s+is\s+(?:(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)|(?P<fits>correct|right))\b)""",
-    re.IGNORECASE | re.VERBOSE,
+          \s+is\s+(?:(?:the|our|my)\s+(?:final\s+|correct\s+|right\s+)?(?:answer|option|choice)|(?P<fits>correct|right))\b)"""
 )
 _EVALUATION = re.compile(
-    r"\W*(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong"
-    r"|incorrect|in the\b|one of\b|among\b|what\b|that\b)",
-    re.IGNORECASE,
+    r"(?i)\W*"
+    r"(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong"
+    r"|incorrect|in the\b|one of\b|among\b|what\b|that\b)"
 )
 _SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
 _SENTENCE_BREAK = re.compile(r"(?<![0-9])(?<!\b[A-J])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)")
-_CLOSING_TAG = re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE)
+_CLOSING_TAG = re.compile(r"(?i)</(?:final_)?answer>|<\|end_of_box\|>")
 _CHECKS = re.compile(
-    r"\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
-    r"|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$",
-    re.IGNORECASE,
+    r"(?i)\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
+    r"|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$"
 )
 _DOUBTS = re.compile(
-    r"\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:do not|don't|cannot|can't) (?:know|think|believe|say)"
-    r"|impossible|unlikely|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$",
-    re.IGNORECASE,
+    r"(?i)\b(?:whether|unsure|unclear|doubt|not (?:sure|certain|clear|true)|(?:do not|don't|cannot|can't) (?:know|think|believe|say)"
+    r"|impossible|unlikely|(?:nobody|someone|some|others?|they|one) (?:\w+ )?(?:says?|thinks?|claims?))\b,?\s+(?:\w+\s+){0,3}$"
 )
-CLAUSE_END = re.compile(r"(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b", re.IGNORECASE)
-_REASON = re.compile(r"(?:,\s*|\s+)(?:because|since|where)\b", re.IGNORECASE)
+CLAUSE_END = re.compile(r"(?i)(?:,\s*|\s+)(?:because|since|as(?!\s+well)|so|which|where|hence|therefore)\b")
+_REASON = re.compile(r"(?i)(?:,\s*|\s+)(?:because|since|where)\b")
 _HEADING = re.compile(r"\s*(?:[^\W\d_]{3,}[:,]?\s+\S|$)")  # "#### Step 3"
 _EMPHASIS = re.compile(r"(?<!\w)\*\*(?=\S)|(?<=\S)\*\*(?!\w)")
 _NOT = re.compile(
-    r"\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:[,;]|\bbut\b|\brather\b)[,\s]*"
-    r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*",
-    re.IGNORECASE,
+    r"(?i)\s*(?:(?:definitely|certainly|actually)\s+)?(?:not\b|n't\b|never\b)[^.\n]*?(?:[,;]|\bbut\b|\brather\b)[,\s]*"
+    r"(?:(?:it|this|that)(?:'s|\s+is)\s+|but\s+|rather\s+)*"
 )
-_NEGATION = re.compile(r"\s*(?:definitely\s+|certainly\s+)?(?:not|n't|never|anything but|everything but|unknown|unclear)\b", re.IGNORECASE)
-_CONTRAST = re.compile(r"(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b", re.IGNORECASE)
+_NEGATION = re.compile(r"(?i)\s*(?:definitely\s+|certainly\s+)?(?:not|n't|never|anything but|everything but|unknown|unclear)\b")
+_CONTRAST = re.compile(r"(?i)(?:,|\s+and|\s*\()?\s*\b(?:not|instead of|rather than)\b")
 _RETRACTION = re.compile(
-    r"(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?"
+    r"(?i)(?:^|[.!?\n;,—-]|\bbut\b)\s*(?:oh\s+|hmm,?\s+|but\s+|ah,?\s+)?"
     r"(?:no\b(?=[,.:!\s]*(?:wait|it|that|the|sorry|actually|-?\\?\$?[0-9]))"
     r"|wait\b|actually\b|sorry\b|oops\b|correction\b|scratch that\b|on second thought|i (?:made a mistake|was wrong|mean)\b"
-    r"|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))",
-    re.IGNORECASE,
+    r"|that(?:'s| is| was) (?:wrong|not right|incorrect)|let me (?:re|correct|fix))"
 )
-_CONFIRMATION = re.compile(r"\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b", re.IGNORECASE)
+_CONFIRMATION = re.compile(r"(?i)\b(?:correct|right|confirmed|confirms|checks out|holds|consistent|verified)\b")
 _REVISED = re.compile(
+    r"(?i)"
     rf"(?:\b(?:it|this|that|result|total|value|make (?:it|that)|i mean|no|wait|sorry|actually|correction)\b\s*(?:'s\b|{_BE})?)\s*[,:]?\s*"
-    r"(?=[-+$\\(*]*(?:[0-9]|frac|boxed)|[$(*]*(?-i:[A-J])\b(?! [a-z]))",
-    re.IGNORECASE,
+    r"(?=[-+$\\(*]*(?:[0-9]|frac|boxed)|[$(*]*(?-i:[A-J])\b(?! [a-z]))"
 )
 HEDGE = re.compile(
-    r"\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as|somewhere"
-    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或",
-    re.IGNORECASE,
+    r"(?i)\b(?:or|either|maybe|perhaps|possibly|could|might|(?-i:may)|may be|guess|suppose|assume|not sure|for example|such as|somewhere"
+    r"|between(?=\s+[-$\\]*[0-9])|like(?=\s+\$?[0-9])|at (?:most|least)|also (?:work|possible|valid|correct|right|true))\b|\be\.g\.|\?|或"
 )
 _GIVES_UP = re.compile(
-    r"\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|help|say|solve|tell)|refuse"
+    r"(?i)\b(?:(?:do not|don't) know|(?:cannot|can't|unable to) (?:answer|determine|find|go|help|say|solve|tell)|refuse"
     r"|(?:won't|will not) answer|cannot be (?:answered|determined|solved)|impossible to (?:answer|determine|say|tell)|give up|no idea"
-    r"|not (?:sure|certain))\b",
-    re.IGNORECASE,
+    r"|not (?:sure|certain))\b"
 )
 _OPTION = re.compile(r"\W*([A-J])[).:]\s")
 _BOLD_NUMBER = re.compile(r"\*\*([^*\n]*[0-9][^*\n]*)\*\*")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BETWEEN = re.compile(r"[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?", re.IGNORECASE)
+_BETWEEN = re.compile(r"(?i)[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?")
 _LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES, _TAIL = 20_000, 2000, 100, 20, 600
 """Only so many characters at the end of a text, characters of a statement, statements, neighboring boxes, and characters at the end of a
 text without explicit statements are read, so that no text takes long."""
@@ -117,9 +110,6 @@ def last_boxed(text: str) -> str | None:
 def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tuple[str, int] | None:
     """Return (content, its end in the text) of a match of `_STATEMENT`, or None if it states nothing."""
     match = matches[index]
-    box = next((before for before in range(index, -1, -1) if matches[before]["box"]), None)
-    if box is not None and box < index and _read_box(text, matches[box].end())[1] > match.end():
-        return _read_statement(text, matches, box)  # "answer" within a box
     if match["box"]:
         boxes = [(each.start(), *_read_box(text, each.end())) for each in matches[max(0, index - _MOST_BOXES) : index + 1] if each["box"]]
         return _join(text, boxes), boxes[-1][2]
@@ -258,18 +248,15 @@ def last_number(sentence: str) -> str | None:
 
 
 _PART_BEFORE = re.compile(
-    r"[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{≤≥≠]|\w\s+[<>]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
+    r"(?i)[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{≤≥≠]|\w\s+[<>]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
     r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
-    r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$",
-    re.IGNORECASE,
+    r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$"
 )
 _PART_AFTER = re.compile(
-    r"\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
+    r"(?i)\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
     r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|(?:st|nd|rd|th)\b|[A-Za-z](?![A-Za-z])|[0-9]"
-    r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)",
-    re.IGNORECASE,
+    r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)"
 )
 _NEGATED = re.compile(
-    r"(?:不是|并非)\s*$|(?:\b(?:not|no way|never|cannot|but|except|instead of|rather than|nicht|pas|не)|n't|≠)\W+(?:\w+\W+){0,3}$",
-    re.IGNORECASE,
+    r"(?i)(?:不是|并非)\s*$|(?:\b(?:not|no way|never|cannot|but|except|instead of|rather than|nicht|pas|не)|n't|≠)\W+(?:\w+\W+){0,3}$"
 )
