@@ -1,21 +1,19 @@
 """A lock between the processes of one user on one node, in the user's own cache folder: a name in the system's temporary folder could be
 held by every local user, or lead to another file."""
 
-import errno
-import fcntl
 import hashlib
 import os
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from megatron_rl.errors import UserError
 
 _VARIABLE = "XDG_CACHE_HOME"
-_POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -29,23 +27,25 @@ def node_lock(name: str, seconds: float, on_wait: Callable[[Path], None], refuse
         refuse: Returns the error to raise after the longest wait.
 
     Raises:
-        UserError: The cache folder or the lock's file cannot be used, or belongs to another user.
+        UserError: The cache folder belongs to another user, or it or the lock's file cannot be used.
     """
     digest = hashlib.sha256(f"{name}\n{socket.gethostname()}".encode()).hexdigest()
     path = make_cache_folder() / f"{digest[:32]}.lock"
-    descriptor = _open(path)
+    lock = FileLock(path, mode=0o600)
     try:
-        deadline, waits = time.monotonic() + seconds, False
-        while not _try_lock(descriptor, path):
-            if not waits:
-                on_wait(path)
-                waits = True
-            if time.monotonic() > deadline:
-                raise refuse(path)
-            time.sleep(_POLL_SECONDS)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_wait(path)
+            lock.acquire(timeout=seconds)
+    except Timeout:
+        raise refuse(path) from None
+    except OSError as error:  # such as ENOLCK of a network file system, or ELOOP of a link
+        raise _refuse(str(path), f"cannot be locked ({error.strerror})") from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def make_cache_folder() -> Path:
@@ -62,29 +62,6 @@ def make_cache_folder() -> Path:
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o022:
         raise _refuse(str(parent), "holds a megatron-rl that is no folder of this user alone")
     return folder
-
-
-def _open(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        rule = "is a link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
-        raise _refuse(str(path), rule) from None
-    state = os.fstat(descriptor)
-    if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise _refuse(str(path), "is no file of this user")
-    return descriptor
-
-
-def _try_lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # such as ENOLCK of a network file system
-        raise _refuse(str(path), f"cannot be locked ({error.strerror})") from None
-    return True
 
 
 def _refuse(value: str, rule: str) -> UserError:

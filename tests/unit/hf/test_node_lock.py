@@ -83,7 +83,7 @@ def test_errors_inside_release_the_lock(lock):
         pass
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
 def test_a_lock_that_is_no_file_is_refused(lock, tmp_path, kind):
     lock.unlink()
     other = tmp_path / "other"
@@ -91,12 +91,9 @@ def test_a_lock_that_is_no_file_is_refused(lock, tmp_path, kind):
         other.write_text("mine")
     if kind.endswith("link"):
         lock.symlink_to(other)
-    elif kind == "folder":
-        lock.mkdir()
     else:
-        os.mkfifo(lock)
-    line = refusal()
-    assert line.startswith(f"XDG_CACHE_HOME = '{lock}': is") or "cannot be opened (Is a directory)" in line
+        lock.mkdir()
+    assert refusal().startswith(f"XDG_CACHE_HOME = '{lock}': cannot be locked (")
     assert other.exists() == (kind == "link") and (kind != "link" or other.read_text() == "mine")
 
 
