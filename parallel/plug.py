@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.user_code import IMPORT_SECONDS, contain, describe_error
-
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -23,6 +21,10 @@ class InputError(ValueError):
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
         super().__init__(f"{field} = {value}: {rule}" + (f"; {fix}" if fix else ""))
+
+
+class SignalExit(SystemExit):
+    """Raised by the project's own signal handlers. Code that calls sys.exit raises no SignalExit."""
 
 
 class PlugError(RuntimeError):
@@ -61,18 +63,19 @@ class Plug:
 
     def load(self, name: str) -> Any:
         """Import the object of a name, also from the working directory. Raise InputError if there is none, if it cannot take `takes`, or
-        whatever its module does: it may end the process, or not end within `IMPORT_SECONDS`."""
+        if its module raises an error or calls sys.exit."""
         fix = f"use {self._list_choices()}, which Python can find on PYTHONPATH or in the working directory"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())
         try:
             self.check_name(name)
-            with contain(f"the import of {self.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
-                loaded = importlib.import_module(module)
-                for attribute in attributes.split("."):
-                    loaded = getattr(loaded, attribute)
-        except Exception as error:  # the imported module may raise anything
+            loaded = importlib.import_module(module)
+            for attribute in attributes.split("."):
+                loaded = getattr(loaded, attribute)
+        except SignalExit:
+            raise
+        except (Exception, SystemExit) as error:  # the imported module may raise anything
             raise InputError(self.field, name, f"cannot be imported ({describe_error(error)})", fix) from None
         if name not in self.builtin:
             if file := getattr(sys.modules.get(module), "__file__", None):
@@ -82,20 +85,18 @@ class Plug:
         return loaded
 
     @contextmanager
-    def call(self, name: str, limit: float | None = None, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Context manager for calls of the object of a name during a run. If it is the user's own, raise PlugError for whatever it does,
-        and for an exception of the block, such as that of a check of what it returned. Exceptions of the types `passing` pass. `limit`: as
-        for `contain`."""
+    def call(self, name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Context manager for calls of the object of a name during a run. If it is the user's own, raise PlugError for its errors, for
+        sys.exit, and for an exception of the block, such as that of a check of what it returned. Exceptions of the types `passing` pass."""
         if name in self.builtin:
             yield
             return
-        known: tuple[type[Exception], ...] = (PlugError, *passing)
+        known: tuple[type[BaseException], ...] = (PlugError, SignalExit, *passing)
         try:
-            with contain(f"{self.field} = {name!r}", limit):
-                yield
+            yield
         except known:
             raise
-        except Exception as error:  # the object may raise anything
+        except (Exception, SystemExit) as error:  # the object may raise anything
             raise PlugError(self.field, name, f"fails ({describe_error(error)}{_locate(error)})") from None
 
     def check_call(self, name: str, function: object, takes: tuple[str, ...], what: str = "") -> None:
@@ -105,8 +106,7 @@ class Plug:
             found = "one with async def" if callable(function) else type(function).__name__
             raise InputError(self.field, name, f"{rule}, not {found}", "see docs/extending.md")
         try:
-            with contain(f"{self.field} = {name!r}", IMPORT_SECONDS, exit_code=2):
-                signature = inspect.signature(function)
+            signature = inspect.signature(function)
         except ValueError:  # some functions written in C have no signature
             return
         except Exception as error:
@@ -115,6 +115,15 @@ class Plug:
             signature.bind(*takes)
         except TypeError as error:
             raise InputError(self.field, name, f"{rule}: {error}", "see docs/extending.md") from None
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and message in one short line, also of one whose message cannot be written."""
+    try:
+        text = " ".join(str(error).split())[:500].encode(errors="replace").decode()
+        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    except (Exception, SystemExit):
+        return f"{type(error).__name__}: its message cannot be written"
 
 
 def find_plug_error(error: BaseException) -> PlugError | None:

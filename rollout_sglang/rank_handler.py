@@ -41,6 +41,7 @@ from megatron_rl.rollout.engine import Places, Roots, ServedReport
 from parallel.chunking import decode_chunks
 from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
+from parallel.plug import find_plug_error
 from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link
 from rollout_sglang import activation_recorder, precision_graph
@@ -191,7 +192,8 @@ def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, *
         answers = _handler.answer(json.loads(action.removeprefix(PREFIX)), placement["tp_rank"], runner)
     except Exception as error:  # SGLang's ranks gather their answers, so a rank that raises would leave all other ranks waiting
         traceback.print_exc()
-        answers = {FAILED: f"{type(error).__name__}: {error}"}
+        named = error if isinstance(error, OSError) else find_plug_error(error) or error  # a lost connection stays one
+        answers = {FAILED: f"{type(named).__name__}: {named}"}
     parallelism = {"role": kwargs.get("role", "target"), **placement, "rank": placement["tp_rank"], "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
 

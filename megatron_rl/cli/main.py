@@ -29,9 +29,8 @@ from megatron_rl.redaction import redact
 from megatron_rl.versions import put_programs_on_path, require_packages
 from megatron_rl.workers.temporary_folder import use_private_temporary_folder
 from parallel.formats import FORMATS
-from parallel.plug import find_plug_error
+from parallel.plug import SignalExit, find_plug_error
 from parallel.shards import no_garbage_collection
-from parallel.user_code import SignalExit
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values that override the file.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of a run.", show_default=False)]

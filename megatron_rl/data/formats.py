@@ -27,7 +27,7 @@ from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.statements import last_boxed
 from megatron_rl.types import ChatMessage, as_json
 from megatron_rl.workers import plain
-from parallel.user_code import contain, describe_error
+from parallel.plug import describe_error
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
@@ -87,7 +87,7 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         example = 'columns to the names of question and answer, e.g. columns = {question = "prompt", answer = "target"}'
         raise RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {_find_formats(row) or example}")
     try:
-        return _read_own(row, format, read) if format is not None and DATA_FORMATS.is_own(format) else _check_row(read(row))
+        return _read_own(row, read) if format is not None and DATA_FORMATS.is_own(format) else _check_row(read(row))
     except ColumnError as missing:
         fix = f"set {formats}" if (formats := _find_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
@@ -100,12 +100,11 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         raise RowError(f"format {format} fails ({describe_error(error)})") from None
 
 
-def _read_own(row: Mapping[str, Any], format: str, read: RowReader) -> ProblemRow:
-    """Return what a format of the user's own makes of a copy of a row. The format may do anything."""
-    with contain(f"{DATA_FORMATS.field} = {format!r}"):
-        result = _check_row(read(copy.deepcopy(row)))
-        f"{result.question}{result.gold}".encode()  # raises here for a lone surrogate, not in the tokenizer
-        return result
+def _read_own(row: Mapping[str, Any], read: RowReader) -> ProblemRow:
+    """Return what a format of the user's own makes of a copy of a row."""
+    result = _check_row(read(copy.deepcopy(row)))
+    f"{result.question}{result.gold}".encode()  # raises here for a lone surrogate, not in the tokenizer
+    return result
 
 
 def _check_row(result: ProblemRow) -> ProblemRow:

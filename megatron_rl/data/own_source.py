@@ -15,8 +15,7 @@ from megatron_rl.data.formats import check_columns
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.plugs import DATA_SOURCES
 from megatron_rl.types import Problem
-from parallel.plug import Plug
-from parallel.user_code import contain, describe_error
+from parallel.plug import Plug, describe_error
 
 
 class ProblemGenerator(Protocol):
@@ -100,9 +99,8 @@ def read_own_rows(source: DataSourceConfig, data: DataConfig, field: str) -> Ite
     rows, end = _call(lambda *given, **settings: iter(_load(source, field)(*given, **settings)), source, data, field), object()
     for number in itertools.count(1):
         try:
-            with contain(f"{field} = {source.source!r}"):
-                row = next(rows, end)
-                row = dict(row) if isinstance(row, Mapping) else row  # a function may fill the same object again
+            row = next(rows, end)
+            row = dict(row) if isinstance(row, Mapping) else row  # a function may fill the same object again
         except UserError:
             raise
         except Exception as error:  # the custom function may raise anything
@@ -120,8 +118,7 @@ def _load(source: DataSourceConfig, field: str) -> Any:
 def _call(plug: Callable[..., Any], source: DataSourceConfig, data: DataConfig, field: str, *arguments: object) -> Any:
     settings = copy.deepcopy(data.settings if source.settings is None else source.settings)
     try:
-        with contain(f"{field} = {source.source!r}"):
-            return plug(*arguments, **settings)
+        return plug(*arguments, **settings)
     except UserError:
         raise
     except Exception as error:  # unknown settings, or any error of the custom code

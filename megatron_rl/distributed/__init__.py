@@ -12,9 +12,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from megatron_rl.errors import MegatronRLError, RunError, UserError, as_run_error, describe_disk_error
-from parallel.plug import find_plug_error
+from parallel.plug import SignalExit, find_plug_error
 from parallel.transport.sealed_store import SealError
-from parallel.user_code import SignalExit
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", covariant=True)

@@ -25,7 +25,6 @@ from typing import IO
 from megatron_rl.errors import RunError
 from megatron_rl.observability.files import replace_file
 from parallel.layout import format_numbers
-from parallel.user_code import list_running
 
 _MAX_INTERVAL = 30.0  # maximum seconds between two writes of a rank's file
 _REPORT_SECONDS = 60.0  # seconds that reporting a hang may take before the rank exits anyway
@@ -137,7 +136,6 @@ class HangWatchdog:
         if self._rank != min(status.rank for status in statuses if not self._is_silent(status, now)):
             return self._wait(lambda: stuck.stat().st_size > 0, _REPORT_SECONDS)
         line = f"{describe_ranks(statuses, now, self._is_silent)}; no rank entered a phase for {self._stuck_after:g} s (log.stuck_after)"
-        line += "".join(f"; {call} has not returned" for call in list_running())
         self._notify(f"the run hangs: {line}; stacks: {self._folder}/rank_*.log")
         stuck.write_text(f"{line}\n", encoding="utf-8")
 

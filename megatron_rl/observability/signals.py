@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_rl.errors import RunError
-from parallel.user_code import SignalExit
+from parallel.plug import SignalExit
 
 _ONE_SIGNAL_SECONDS = 0.5
 """Signals in such a short time count as one: a launcher passes on what its whole process group has received."""

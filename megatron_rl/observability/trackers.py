@@ -17,7 +17,7 @@ from megatron_rl.config.base import flatten
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import group_by_panel
 from megatron_rl.plugs import TRACKERS
-from parallel.user_code import UserCodeError, contain, describe_error
+from parallel.plug import describe_error
 
 _MLFLOW_BATCH = 100  # parameters that MLflow accepts at once
 _MLFLOW_LENGTH = 6000  # characters of a parameter that MLflow accepts
@@ -183,8 +183,7 @@ class Trackers:
         for name in names:
             try:
                 tracker = TRACKERS.load(name)
-                with contain(_describe(name)):
-                    self._trackers[name] = tracker(folder, copy.deepcopy(config), resume_step)
+                self._trackers[name] = tracker(folder, copy.deepcopy(config), resume_step)
             except Exception as error:  # user code may raise anything
                 rule = f"does not start ({describe_error(error)})"
                 missing = isinstance(error, ModuleNotFoundError) and error.name == name
@@ -198,19 +197,12 @@ class Trackers:
         self._call_all(lambda tracker: tracker.finish(status))
 
     def _call_all(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in [*self._trackers.items()]:
+        for name, tracker in self._trackers.items():
             try:
-                with contain(_describe(name)):
-                    call(tracker)
+                call(tracker)
             except RefusedMetricsError as error:
                 self._notify(f"tracker {name} refuses metrics, which it will not get ({error})")
             except Exception as error:  # metrics.jsonl has the rows too, so this does not stop the run
                 if name not in self._failed:
                     self._failed.add(name)
                     self._notify(f"tracker {name} failed, the run continues ({describe_error(error)})")
-                if isinstance(error, UserCodeError):  # it hangs, or tries to end the run, so it is not called again
-                    del self._trackers[name]
-
-
-def _describe(name: str) -> str:
-    return f"{TRACKERS.field} = {name!r}"

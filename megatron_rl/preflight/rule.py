@@ -22,7 +22,6 @@ from parallel.layout_hints import add_layout_hints
 from parallel.model_geometry import ModelGeometry
 from parallel.plug import InputError
 from parallel.shards import GeometryError
-from parallel.user_code import limit_calls
 
 if TYPE_CHECKING:  # imports torch
     from megatron_rl.data import ProblemStream
@@ -76,7 +75,6 @@ class Facts:
         """Return the facts of this process. `model` sets fields that describe the model; by default there is no model."""
         import torch
 
-        limit_calls(config.log.stuck_after / 2)  # so that a call ends before the watchdog ends the run
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         model["capability"] = torch.cuda.get_device_capability() if gpus else (0, 0)
         return cls(config, ranks=read_launch().size, engine_nodes=len(config.rollout.hosts), node_gpus=gpus, **model)

@@ -19,9 +19,9 @@ from megatron_rl.hf.vocabulary import Vocabulary
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.types import Generation, Problem, RemoteColumns, SamplingParams, Scored
+from parallel.plug import describe_error
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
-from parallel.user_code import IMPORT_SECONDS, contain, describe_error
 
 if TYPE_CHECKING:  # it imports torch
     from megatron_rl.precision.sketch import Recording, Values
@@ -278,8 +278,7 @@ def find_engine_launcher(name: str) -> EngineLauncher:
     registered = entry_points(group="megatron_rl.rollout")
     if name in registered.names:
         try:
-            with contain(f"the import of rollout.engine = {name!r}", IMPORT_SECONDS, exit_code=2):
-                return registered[name].load()
+            return registered[name].load()
         except Exception as error:  # the package may raise anything
             raise UserError("rollout.engine", name, f"cannot be imported ({describe_error(error)})", "install it, or correct it") from None
     known = ", ".join(sorted(registered.names)) or "none"

@@ -22,7 +22,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.schedule import Schedule
 from parallel.chunking import Chunk, resize
 from parallel.digest import as_byte_matrix
-from parallel.plug import PlugError
+from parallel.plug import PlugError, find_plug_error
 from parallel.shards import NamedRect
 from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
@@ -194,13 +194,14 @@ class WeightTransfer:
         """Run `step` on every rank and return all results, of type `kind`. If a rank fails, raise RunError with the engine's error on all
         ranks."""
         result, failure, lost, own = None, "", False, False
-        expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
         try:
             result = step()
-        except expected as error:
-            failure = f"trainer rank {self._rank}: {error}"
-            own = isinstance(error, PlugError)
-            lost = isinstance(error, self._transport.lost_errors) and not own
+        except Exception as error:
+            lost = isinstance(error, self._transport.lost_errors)
+            plug_error = None if lost else find_plug_error(error)
+            if not lost and plug_error is None and not isinstance(error, OSError | RuntimeError):
+                raise
+            own, failure = plug_error is not None, f"trainer rank {self._rank}: {plug_error or error}"
             if self._outbox is not None:
                 self._outbox.close()  # engine ranks that wait for this rank fail at once
         outcomes = gather_from_ranks((result, failure, lost, own), tuple[kind, str, bool, bool] | tuple[None, str, bool, bool])

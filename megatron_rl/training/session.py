@@ -67,7 +67,7 @@ from megatron_rl.training.resume import ResumePoint, describe_layout, find_resum
 from megatron_rl.types import Problem
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
-from parallel.user_code import SignalExit
+from parallel.plug import SignalExit
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60  # timeout of collectives in a run with a watchdog, which ends a stuck run much earlier
 

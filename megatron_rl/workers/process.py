@@ -21,7 +21,7 @@ from megatron_rl.workers import plain
 from megatron_rl.workers.frames import FrameError, pack, receive_frame
 from megatron_rl.workers.keeper import PR_SET_PDEATHSIG, ignore_signals_for_parent, prctl
 from megatron_rl.workers.usage import Usage, note_exhaustion, take_exhaustion
-from parallel import user_code
+from parallel import plug
 from parallel.plug import InputError
 
 READY = -1
@@ -118,7 +118,7 @@ def describe_error(error: BaseException) -> str:
     """Return type and message of any exception in one line. Note whether it shows that this process ran out of something, after which a
     worker is replaced."""
     note_exhaustion(error)
-    return user_code.describe_error(error)
+    return plug.describe_error(error)
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:

@@ -1,11 +1,7 @@
 """Transports: how chunks of weights get from trainer ranks to engine ranks, one module each (docs/reference/sync.md). No torch."""
 
-from dataclasses import fields
-from functools import partial
-
 from parallel.plug import InputError, Plug
 from parallel.transport.base import Transport
-from parallel.transport.guarded import GuardedTransport
 
 SHARED_MEMORY = Transport("parallel.transport.shared_memory", 4 << 20, devices=("cpu",), one_host=True)
 DISK = Transport("parallel.transport.disk", 8 << 20, devices=("cpu",), needs_dir=True)
@@ -20,18 +16,9 @@ TRANSPORTS = Plug(
 
 
 def load_transport(name: str) -> Transport:
-    """Return the transport that `sync.transport` names. Raise InputError if the object is not a `Transport`. One of the user's own is
-    guarded: its outboxes and inboxes raise PlugError."""
+    """Return the transport that `sync.transport` names. Raise InputError if the object is not a `Transport`."""
     transport = TRANSPORTS.load(name)
     if not isinstance(transport, Transport):
         rule = f"must be a parallel.transport.base.Transport, not a {type(transport).__name__}"
         raise InputError("sync.transport", name, rule, "see docs/extending.md")
-    if name in TRANSPORTS.builtin:
-        return transport
-    errors = transport.lost_errors
-    if not isinstance(errors, tuple) or not all(isinstance(each, type) and issubclass(each, Exception) for each in errors):
-        raise InputError("sync.transport", name, "its lost_errors must be a tuple of exception classes", "see docs/extending.md")
-    if not isinstance(transport.largest_chunk, int) or transport.largest_chunk < 1:
-        raise InputError("sync.transport", name, "its largest_chunk must be a number of bytes", "see docs/extending.md")
-    described = {field.name: getattr(transport, field.name) for field in fields(Transport)}
-    return GuardedTransport(**described, own=transport, call=partial(TRANSPORTS.call, name))
+    return transport

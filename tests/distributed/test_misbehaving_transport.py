@@ -17,23 +17,17 @@ def misbehave(misdeed):
     os.environ[VARIABLE] = misdeed
 
 
-@pytest.mark.parametrize("misdeed, says", [
-    ("receive calls sys.exit", "SystemExit: 0"),
-    ("receive wrong length", "a buffer must be a contiguous tensor"),
-    ("connect interrupts", "KeyboardInterrupt"),
-])  # fmt: skip
-def test_an_engine_names_the_transport_that_fails_in_it(tmp_path, monkeypatch, misdeed, says):
-    monkeypatch.setenv(VARIABLE, misdeed)  # engines inherit it
+def test_an_engine_names_the_transport_that_fails_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "receive raises")  # engines inherit it
     with World(1, tmp_path / "world") as world, pytest.raises(RunError) as caught:
         world.call(fake_engine.start, tmp_path, 1, {"transport": NAME, "timeout": 20.0, "delta": "off"}, 30.0, seconds=900.0)
-    assert f"sync.transport = '{NAME}': fails (" in str(caught.value) and says in str(caught.value)
+    assert f"sync.transport = '{NAME}': fails (ValueError: two lines" in str(caught.value)
 
 
-@pytest.mark.parametrize("misdeed, says", [("send calls os._exit", "os._exit(0)"), ("buffer wrong type", "not str")])
-def test_a_trainer_rank_names_the_transport_that_fails_in_it(tmp_path, misdeed, says):
+def test_a_trainer_rank_names_the_transport_that_fails_in_it(tmp_path):
     with World(2, tmp_path / "world") as world:
         world.call(fake_engine.start, tmp_path, 1, {"transport": NAME, "timeout": 20.0, "delta": "off"}, 30.0, seconds=900.0)
-        world.call(misbehave, misdeed)
+        world.call(misbehave, "send raises")
         with pytest.raises(RunError, match="the sync broke: trainer rank [01]: ") as caught:
             world.call(fake_engine.sync_through, 2, {})
-    assert f"sync.transport = '{NAME}': fails (" in str(caught.value) and says in str(caught.value)
+    assert f"sync.transport = '{NAME}': fails (ValueError: two lines" in str(caught.value)

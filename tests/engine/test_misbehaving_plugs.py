@@ -33,11 +33,11 @@ def test_a_module_that_ends_the_process_is_refused_before_a_run_folder_exists(tm
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_a_tracker_and_a_loss_that_end_the_process_during_a_run(tmp_path, monkeypatch):
+def test_a_tracker_that_fails_and_a_loss_that_ends_the_process_during_a_run(tmp_path, monkeypatch):
     changes = {"algorithm.loss": LOSS, "algorithm.loss_settings": '{misdeed = "calls sys.exit", after = 2}'}
     changes["log.trackers"] = f'["{TRACKER}"]'
-    done, left = run(tmp_path, changes, monkeypatch, "calls os._exit")
-    assert f"tracker {TRACKER} failed, the run continues (os._exit(0))" in done.out
+    done, left = run(tmp_path, changes, monkeypatch, "raises")
+    assert f"tracker {TRACKER} failed, the run continues (ValueError: two lines)" in done.out
     (line,) = [line for line in done.err.splitlines() if line.startswith("megatron-rl: ")]
     assert line.startswith(f"megatron-rl: algorithm.loss = {LOSS!r}: fails (SystemExit: 0, misbehaving.py line ")
     assert done.code == 3 and "Traceback" not in done.err and left == []
