@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, ConfigSection
+from megatron_rl.config.change import FREELY, NAMED, Change
 from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -51,28 +52,40 @@ def _check_advantage(name: str) -> str:
     return name if name == GAE else ADVANTAGES.check_name(name, GAE)
 
 
+_ADVANTAGES = Change(NAMED, "Changes advantages. `gae` cannot be set or left, because a checkpoint has a critic or not.")
+_GROUPS = Change(NAMED, "Changes which groups are trained on.")
+_REWARDS = Change(NAMED, "Changes rewards.")
+
+
 class AlgorithmConfig(ConfigSection):
     """How rewards become advantages and log-probs become a loss. Every field can be set, whatever the preset."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"] = "grpo"
+    on_resume = Change(NAMED, "Changes the loss. The reference is kept. Calibrated bounds continue from their values.")
+
+    name: Annotated[
+        Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "max_rl", "dppo", "ppo"],
+        Change(FREELY, "A preset only sets defaults of other fields, which are compared themselves."),
+    ] = "grpo"
     """Preset. `PRESETS` above lists the defaults that each name changes."""
-    updates_per_step: int = Field(1, ge=1, le=MAX_COUNT)
+    updates_per_step: Annotated[int, Change(NAMED, "Changes the number of optimizer steps, which the learning rate's schedule counts.")] = (
+        Field(1, ge=1, le=MAX_COUNT)
+    )
     """Optimizer steps per rollout. The batch is split into this many parts. With 1 and `old_policy = "trainer"`, every ratio is 1, so
     nothing is clipped."""
 
-    advantage: Annotated[str, AfterValidator(_check_advantage)] = "group_std"
+    advantage: Annotated[str, AfterValidator(_check_advantage), _ADVANTAGES] = "group_std"
     """Advantage estimator. `group_std`: reward minus the group's mean, divided by the group's standard deviation. `group_mean`: reward
     minus the group's mean. `leave_one_out`: reward minus the mean of the other members; unbiased, while `group_mean` is smaller by a factor
     of (n - 1) / n. `token_std`: whitened over the batch's tokens. `batch_std`: divided by the batch's standard deviation. `max_rl`: divided
     by the group's mean, for rewards of 0 or more. `gae`: one advantage per token, computed by a critic (see [critic]). Or your own as
     `module:attribute`."""
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: Annotated[float, _ADVANTAGES] = Field(1.0, gt=0, le=1)
     """Discount factor of `gae`."""
-    lam: float = Field(1.0, ge=0, le=1)
+    lam: Annotated[float, _ADVANTAGES] = Field(1.0, ge=0, le=1)
     """Lambda of `gae`. 1 only uses rewards (no bias, high variance); 0 only trusts the critic."""
-    advantage_std: Literal["sample", "population"] = "sample"
+    advantage_std: Annotated[Literal["sample", "population"], _ADVANTAGES] = "sample"
     """Standard deviation in `group_std`: `sample` divides by n - 1, like verl, slime and TRL; `population` divides by n."""
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    multi_objective_aggregation: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], _ADVANTAGES] = "sum_then_normalize"
     """With several reward functions: compute advantages of the weighted sum of rewards, or sum the weighted advantages of each function
     and normalize over the batch (GDPO)."""
     loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
@@ -125,24 +138,27 @@ class AlgorithmConfig(ConfigSection):
     """Mask the policy loss of tokens with a negative advantage in completions whose mean of old_logp - logp exceeds this value
     (DeepSeek-V3.2). A ratio can only differ from 1 with `updates_per_step` above 1 or `old_policy = "engine"`."""
 
-    dynamic_sampling_max_rounds: int = Field(0, ge=0, le=MAX_COUNT)
+    dynamic_sampling_max_rounds: Annotated[int, _GROUPS] = Field(0, ge=0, le=MAX_COUNT)
     """Maximum number of sampling rounds to fill the batch with groups whose rewards differ. 0 uses all groups."""
-    accuracy_low: float = Field(0.0, ge=0, lt=1)
+    accuracy_low: Annotated[float, _GROUPS] = Field(0.0, ge=0, lt=1)
     """Dynamic sampling: minimum fraction of correct responses in a group."""
-    accuracy_high: float = Field(1.0, gt=0, le=1)
+    accuracy_high: Annotated[float, _GROUPS] = Field(1.0, gt=0, le=1)
     """Dynamic sampling: maximum fraction of correct responses in a group. Groups outside of the bounds that fill up the batch after the
     last round are not trained on."""
     mask_truncated_completions: bool = False
     """Whether to mask the loss of completions cut off at `rollout.max_new_tokens`. Their rewards still count in their group."""
-    overlong_share: float = Field(0.0, ge=0, lt=1)
+    overlong_share: Annotated[float, _REWARDS] = Field(0.0, ge=0, lt=1)
     """Final fraction of `rollout.max_new_tokens` over which the reward decreases with length. 0 disables the penalty."""
-    overlong_penalty: float = Field(1.0, gt=0)
+    overlong_penalty: Annotated[float, _REWARDS] = Field(1.0, gt=0)
     """Reward subtracted from a completion of maximum length. With `normalize_then_sum`, the weight of the normalized penalty."""
 
     old_policy: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens are the denominator of the importance ratio. With `engine`, a single ratio covers both the
     trainer-engine mismatch and the update."""
-    old_logprobs: Literal["auto", "pass", "engine"] = "auto"
+    old_logprobs: Annotated[
+        Literal["auto", "pass", "engine"],
+        Change(FREELY, "Changes no result if the mismatch is 0. Otherwise, ratios are against the engine's policy."),
+    ] = "auto"
     """Where the old log-probs of a step come from. `pass`: a forward pass before the updates. `engine`: the engine, without a pass; the
     step's first update compares them with the trainer's, and with several updates a pass compares all tokens in one of eight steps.
     `auto`: `engine` if the run promises a mismatch of 0 and no setting needs the pass, otherwise `pass`."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from megatron_rl.config.change import Change
 from megatron_rl.config.reading import check_path
 
 MAX_RANKS = 1 << 16
@@ -28,6 +29,8 @@ class ConfigSection(BaseModel):
     """A frozen, strictly typed section. Unknown keys are errors, and the string below each field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
+    on_resume: ClassVar[Change | None] = None
+    """What a change in a resumed run moves, for fields without a `Change` of their own."""
 
     @field_validator("*")
     @classmethod

@@ -5,11 +5,14 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from megatron_rl.config.base import MAX_STEPS, ConfigSection
+from megatron_rl.config.change import NO_RESULT
 from megatron_rl.config.reading import check_path
 
 
 class CheckpointConfig(ConfigSection):
     """When checkpoints are written, and which run is resumed."""
+
+    on_resume = NO_RESULT
 
     every: int = Field(0, ge=0, le=MAX_STEPS)
     """RL steps between checkpoints. 0 writes one checkpoint, at the end of the run."""

@@ -1,10 +1,12 @@
 """The `[critic]` section, used by `algorithm.advantage = "gae"`."""
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from megatron_rl.config.base import MAX_STEPS, ConfigSection
+from megatron_rl.config.change import EQUAL, NAMED, Change
 from megatron_rl.config.train import TrainConfig
 
 
@@ -12,7 +14,9 @@ class CriticConfig(ConfigSection):
     """The critic: a second model of the policy's architecture with a value head. All settings that are not listed here, such as layout,
     precision and micro-batches, come from [train] and [precision]. It takes as many optimizer steps as the policy."""
 
-    path: Path | None = None
+    on_resume = Change(NAMED, "Changes the critic's steps. Its moments are kept.")
+
+    path: Annotated[Path | None, Change(EQUAL, "Imported FP8 blocks are read from it. The hashes of its files are compared.")] = None
     """Checkpoint folder of a model of the policy's architecture. Defaults to `model.path`. The value head is loaded from `score.weight`
     ([1, hidden]) if the checkpoint has this tensor, and starts at 0 otherwise."""
     learning_rate: float = Field(1e-5, gt=0)

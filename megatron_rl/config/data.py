@@ -8,12 +8,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_STEPS, MAX_TOKENS, ConfigSection
+from megatron_rl.config.change import EQUAL, EVALUATION, FREELY, NAMED, Change
 from megatron_rl.config.hub import HUB_PREFIX, SPLIT_COLON
 from megatron_rl.config.reading import check_path
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
 """`gsm8k`, `math`, `deepmath`, `aime`, `verl`, or your own as `module:attribute`."""
+
+
+_PROMPTS = Change(NAMED, "Changes prompts, also those of agents.")
+_HELD_OUT = Change(EQUAL, f"Held-out problems are left out of `data.train`, whose problems are compared. {EVALUATION}")
+_PROBLEMS = "All rows, the prompt template, and the order are compared. Other problems, if named, are drawn from the same position on."
+_SETS = Change(EQUAL, f"{_PROBLEMS} Pass rates are then measured anew. A set whose file has moved keeps its name.")
 
 
 class ColumnsConfig(ConfigSection):
@@ -154,9 +161,11 @@ def _as_tables(value: Any) -> Any:
 class DataConfig(ConfigSection):
     """Which problems are used and how they are asked."""
 
-    train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
+    on_resume = Change(EQUAL, _PROBLEMS)
+
+    train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables), _SETS] = ()
     """Training problems: one `source` as a string, or several as tables `[[data.train]]` with weights. Required for training."""
-    eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
+    eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables), _HELD_OUT] = ()
     """Held-out sets, in the same form as `train`; an empty string disables evaluation. Their questions are removed from `train`."""
     format: FormatName | None = None
     """Default row format of all sources. Sources that generate problems need no format."""
@@ -167,7 +176,7 @@ class DataConfig(ConfigSection):
     keep_columns: tuple[str, ...] | None = None
     """Columns of a row that reach reward functions, environments and agents as `problem.columns`, or all if not set. Fewer columns need
     less memory. Two rows are duplicates only if these columns are equal too."""
-    max_left_out: float = Field(0.05, ge=0, le=1)
+    max_left_out: Annotated[float, Change(FREELY, "Only decides whether a start is refused.")] = Field(0.05, ge=0, le=1)
     """Largest fraction of a set's rows that may be left out because they repeat, are held out, have no gold answer, or have a prompt that
     is too long. If more would be left out, the run is refused. 1 allows any number."""
     overlap: Literal["question", "row", "allow"] = "question"
@@ -180,13 +189,13 @@ class DataConfig(ConfigSection):
     chat: bool = False
     """Whether to apply the tokenizer's chat template, with the templated question as the user message, up to the start of the assistant's
     response. Without it, the tokenizer adds its own special tokens, such as a BOS token, as in `tokenizer(prompt)`."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], _PROMPTS] = Field(default_factory=dict)
     """Keys for the chat template, such as `{enable_thinking = false}` or `{reasoning_effort = "low"}`, for training, evaluation and
     agents. A key that the template does not use is refused."""
-    date: datetime.date = Field(datetime.date(2026, 1, 1), strict=False)
+    date: Annotated[datetime.date, _PROMPTS] = Field(datetime.date(2026, 1, 1), strict=False)
     """The date that a chat template gets if it asks for today's. It is fixed, so that a run that is resumed on another day has the same
     prompts."""
-    special_text: Literal["plain", "token", "refuse"] = "plain"
+    special_text: Annotated[Literal["plain", "token", "refuse"], _PROMPTS] = "plain"
     """How to treat text that looks like a control token, such as `<|im_end|>`, in rows, and in messages of users, tools and environments.
     `plain`: it is encoded as text. `token`: it becomes the token, so a message can forge a turn. `refuse`: the row, the request or the
     environment's message is refused. `prompt_template`, `system_prompt` and the chat template always write tokens."""
@@ -194,9 +203,9 @@ class DataConfig(ConfigSection):
     """System message for `chat`. It replaces a system message at the start of a row's `messages`. If empty, that message is kept."""
     max_prompt_tokens: int = Field(512, ge=1, le=MAX_TOKENS)
     """Maximum prompt length in tokens. Problems with longer prompts are dropped, and their number is logged."""
-    eval_size: int = Field(128, ge=1, le=MAX_COUNT)
+    eval_size: Annotated[int, _HELD_OUT] = Field(128, ge=1, le=MAX_COUNT)
     """Number of problems of each held-out set to evaluate."""
-    eval_every: int = Field(5, ge=1, le=MAX_STEPS)
+    eval_every: Annotated[int, Change(FREELY, "Decides which steps are evaluated.")] = Field(5, ge=1, le=MAX_STEPS)
     """RL steps between evaluations. The initial policy (step 0) and the last step are always evaluated."""
     seed: int = 0
     """Random seed of the problems' order and of the evaluated subset."""

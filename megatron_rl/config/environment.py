@@ -5,17 +5,22 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, MAX_TOKENS, MAX_WORKERS, ConfigSection
+from megatron_rl.config.change import LIMITS, NAMED, Change
 from megatron_rl.plugs import ENVIRONMENTS
+
+_EPISODES = Change(NAMED, "Changes what the environment does.")
 
 
 class EnvironmentConfig(ConfigSection):
     """The environment that replies to the policy between its turns. Without this section, a response is a single turn."""
 
-    name: Annotated[str, AfterValidator(ENVIRONMENTS.check_name)]
+    on_resume = LIMITS
+
+    name: Annotated[str, AfterValidator(ENVIRONMENTS.check_name), _EPISODES]
     """Environment class as `module:attribute`. Example: `examples.arithmetic.calculator:Calculator`."""
-    max_turns: int = Field(4, ge=2, le=MAX_COUNT)
+    max_turns: Annotated[int, _EPISODES] = Field(4, ge=2, le=MAX_COUNT)
     """Maximum number of policy turns in one response. All turns together have at most `rollout.max_new_tokens` tokens."""
-    max_tokens: int = Field(512, ge=1, le=MAX_TOKENS)
+    max_tokens: Annotated[int, _EPISODES] = Field(512, ge=1, le=MAX_TOKENS)
     """Maximum number of tokens that the environment adds to one response. These tokens are never trained on."""
     workers: int = Field(2, ge=1, le=MAX_WORKERS)
     """Number of worker processes."""

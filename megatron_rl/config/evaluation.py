@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.change import EVALUATION, FREELY, Change
 from megatron_rl.config.rollout import MinP, TopK, TopP
 
 MOST_SAMPLES = 1024
@@ -13,6 +14,8 @@ MOST_SAMPLES = 1024
 
 class EvalConfig(ConfigSection):
     """Sampling of held-out problems, during training and by the `eval` command. Fields that are not set default to [rollout]."""
+
+    on_resume = Change(FREELY, EVALUATION)
 
     samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Number of completions per problem."""

@@ -6,11 +6,14 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import MAX_COUNT, MAX_RANKS, MAX_SECONDS, MAX_STEPS, ConfigSection
+from megatron_rl.config.change import NO_RESULT
 from megatron_rl.plugs import TRACKERS
 
 
 class LogConfig(ConfigSection):
     """What a run records and where."""
+
+    on_resume = NO_RESULT
 
     dir: Path = Path("runs/default")
     """Parent folder of run folders. Each run creates its own folder in it."""

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_rl.config.base import MAX_RANKS, ConfigSection
+from megatron_rl.config.change import NEVER, Change
 from parallel.adapters import AdapterGeometry
 from parallel.model_geometry import ModelGeometry
 
@@ -13,6 +14,8 @@ from parallel.model_geometry import ModelGeometry
 class LoraConfig(ConfigSection):
     """LoRA adapters: y = W x + alpha / rank * B (A x). Only A and B are trained; W and all other weights stay frozen. Adapters have the
     dtype `precision.high`. There is no dropout, because the engine could not reproduce it."""
+
+    on_resume = Change(NEVER, "The adapters in the checkpoint have this shape and scale.")
 
     rank: int = Field(16, ge=8, multiple_of=8, le=MAX_RANKS)
     """Number of rows of A and columns of B."""

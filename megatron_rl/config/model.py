@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.change import EQUAL, Change
 from megatron_rl.config.hub import HubModel, find_model_folder
 
 
@@ -16,6 +17,8 @@ def _check_name(path: Path) -> Path:
 
 class ModelConfig(ConfigSection):
     """The policy to train."""
+
+    on_resume = Change(EQUAL, "Reference, LoRA base, and imported FP8 blocks are read from it. The hashes of its files are compared.")
 
     path: Annotated[Path, AfterValidator(_check_name)]
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or `hf:OWNER/NAME[@REVISION]` for a model on the hub."""

@@ -5,11 +5,14 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, ConfigSection
+from megatron_rl.config.change import NAMED, Change
 
 
 class ReplayConfig(ConfigSection):
     """Replay buffer for groups with different rewards. Later steps train on them again, in addition to newly sampled groups. Replay is
     disabled if this section is absent."""
+
+    on_resume = Change(NAMED, "Changes which groups are replayed. The buffer stays.")
 
     prompts_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Maximum number of replayed groups per step, in addition to the step's own `rollout.prompts_per_step`."""

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, JsonValue, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config.base import MAX_COUNT, MAX_MB, MAX_SECONDS, MAX_TOKENS, MAX_WORKERS, ConfigSection
+from megatron_rl.config.change import FREELY, LIMITS, NAMED, Change
 from megatron_rl.config.reading import as_value_error
 from megatron_rl.plugs import REWARDS
 
@@ -22,8 +23,14 @@ _LONGEST_URL = 2048
 _REQUIRED = {"format": ("pattern",), "length": ("full_tokens", "zero_tokens"), "http": ("url",)}
 
 
+_REWARDS = Change(NAMED, "Changes rewards.")
+_SERVER = Change(FREELY, "Says where a reward server is and how it is asked.")
+
+
 class RewardFunctionConfig(ConfigSection):
     """One of several reward functions. The reward is their weighted sum."""
+
+    on_resume = Change(NAMED, "Changes rewards.")
 
     name: Annotated[str, AfterValidator(REWARDS.check_name)]
     """`math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
@@ -38,15 +45,15 @@ class RewardFunctionConfig(ConfigSection):
     """`length`: number of completion tokens at which a correct completion has the value 1."""
     zero_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     """`length`: number of completion tokens at which the value is 0. It is interpolated linearly in between and constant beyond."""
-    url: str = Field("", min_length=1)
+    url: Annotated[str, _SERVER] = Field("", min_length=1)
     """`http`: URL that completions are posted to."""
-    token_env: str = Field("", min_length=1)
+    token_env: Annotated[str, _SERVER] = Field("", min_length=1)
     """`http`: environment variable with a bearer token. If empty, no token is sent."""
-    batch_size: int = Field(64, ge=1, le=MAX_COUNT)
+    batch_size: Annotated[int, _SERVER] = Field(64, ge=1, le=MAX_COUNT)
     """`http`: completions per request."""
-    timeout: float = Field(60.0, gt=0, le=MAX_SECONDS)
+    timeout: Annotated[float, _SERVER] = Field(60.0, gt=0, le=MAX_SECONDS)
     """`http`: time limit for one request in seconds."""
-    retries: int = Field(2, ge=0, le=MAX_COUNT)
+    retries: Annotated[int, _SERVER] = Field(2, ge=0, le=MAX_COUNT)
     """`http`: number of retries after a connection error, a timeout, or status 429, 502, 503 or 504."""
 
     @model_validator(mode="after")
@@ -79,17 +86,19 @@ class RewardFunctionConfig(ConfigSection):
 class RewardConfig(ConfigSection):
     """How a completion is scored."""
 
-    function: str | None = None
+    on_resume = LIMITS
+
+    function: Annotated[str | None, _REWARDS] = None
     """The only reward function: `math` (exact integer match, then math-verify; the default), `exact` (the whole completion is the answer),
     or your own as `module:attribute`."""
     functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
     """Reward functions, used instead of `function`: several, or one with settings. The first that judges the answer (not `format` or
     `length`) decides which completions are correct."""
-    thinking: Literal["auto", "none"] | tuple[str, str] = "auto"
+    thinking: Annotated[Literal["auto", "none"] | tuple[str, str], _REWARDS] = "auto"
     """Texts that begin and end a thought, such as `["<think>", "</think>"]`. Built-in functions and votes judge what follows the thought; a
     completion that ends inside its thought earns nothing. `auto`: the markers of the chat template, or `<think>` and `</think>`.
     `none`: the whole completion is the answer."""
-    on_error: Literal["zero", "exclude", "stop"] = "zero"
+    on_error: Annotated[Literal["zero", "exclude", "stop"], _REWARDS] = "zero"
     """What happens to a completion that cannot be scored. `zero`: its reward is 0. `exclude`: it is excluded from training and from its
     group's mean. `stop`: the run ends."""
     max_error_share: float = Field(0.5, ge=0, le=1)

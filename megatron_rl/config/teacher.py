@@ -1,18 +1,21 @@
 """The `[teacher]` section: on-policy distillation."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.change import EQUAL, NAMED, Change
 
 
 class TeacherConfig(ConfigSection):
     """A frozen teacher model in the trainer that scores the tokens sampled by the policy. It may have another architecture and size, but
     uses the policy's layout, precision and tokenizer."""
 
-    path: Path
+    on_resume = Change(NAMED, "Changes advantages or the loss.")
+
+    path: Annotated[Path, Change(EQUAL, "Scores tokens. The hashes of its files are compared.")]
     """Folder of the teacher's checkpoint."""
     kl_coef: float = Field(1.0, gt=0)
     """Weight of each sampled token's KL divergence from the teacher, which is subtracted from its advantage or added to the loss."""

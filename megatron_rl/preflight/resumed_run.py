@@ -1,4 +1,4 @@
-"""Choice of the run to resume, and what has changed since it stopped. `resume_table` says what may change."""
+"""Choice of the run to resume, and what has changed since it stopped. `resume_rules` says what may change."""
 
 import json
 import os
@@ -9,13 +9,14 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.base import flatten
+from megatron_rl.config.change import EQUAL, FREELY, NAMED, NEVER
 from megatron_rl.config.errors import find_nearest_field
 from megatron_rl.config.reading import READ_ERRORS
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_folder import check_written_files, read_run
-from megatron_rl.preflight.resume_table import EQUAL, FIELDS, FREELY, NAMED, NEVER, find_row, is_named
+from megatron_rl.preflight.resume_rules import CHANGES, find_change, is_named
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _ALLOW = "checkpoint.allow_changes"
@@ -88,7 +89,7 @@ def resumed_run_has_the_same_settings(facts: Facts) -> None:
 @rule(Needs.TRAINER)
 def allowed_changes_are_fields(facts: Facts) -> None:
     for name in facts.config.checkpoint.allow_changes:
-        rows = [row for field, row in FIELDS.items() if is_named(field, (name,))] or [row for row in [find_row(name)] if row]
+        rows = [row for field, row in CHANGES.items() if is_named(field, (name,))] or [row for row in [find_change(name)] if row]
         if not rows or ("." not in name and Config.model_fields[name].default is not None):  # only an optional section is one decision
             nearest = None if rows else find_nearest_field(name, Config)
             fix = f"did you mean {nearest}?" if nearest else "name fields, such as rollout.max_new_tokens"
@@ -99,7 +100,7 @@ def allowed_changes_are_fields(facts: Facts) -> None:
 
 def describe_change(field: str, before: object, after: object) -> dict[str, Any]:
     """Return the entry of run.json for a change."""
-    return {"field": field, "before": before, "after": after, "moves": row.reason if (row := find_row(field)) else ""}
+    return {"field": field, "before": before, "after": after, "moves": row.reason if (row := find_change(field)) else ""}
 
 
 def find_run_to_resume(config: Config) -> ResumedRun | None:
@@ -181,7 +182,7 @@ def _check_changes(run: ResumedRun, saved: Config) -> None:
     if (config.train.mtp_loss_scaling_factor > 0) != (saved.train.mtp_loss_scaling_factor > 0):
         raise run.refuse("train.mtp_loss_scaling_factor", "the checkpoint has trained MTP layers or not", never)
     for name, (before, after) in run.changes.items():
-        kind, row = _may_change(name), find_row(name)
+        kind, row = _may_change(name), find_change(name)
         if kind is NEVER:
             raise run.refuse(name, row.reason.rstrip(".") if row else "", f"restore the old value, or {never}")
         is_new = None in (before, after) and name in ("critic.path", "teacher.path")  # there is nothing to compare with
@@ -203,7 +204,7 @@ def _refuse_stretched_decay(run: ResumedRun, before: Any, after: Any) -> UserErr
 
 
 def _may_change(name: str) -> Any:
-    return row.may_change if (row := find_row(name)) else NAMED
+    return row.may_change if (row := find_change(name)) else NAMED
 
 
 def _add(config: Config, field: str) -> str:
