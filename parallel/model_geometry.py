@@ -194,7 +194,7 @@ class ModelGeometry:
     def list_kept(self, layers: Iterable[int] | None = None) -> dict[str, HFTensor]:
         """Return the tensors of layers that neither trainer nor engine has, by name; by default those of all but MTP layers."""
         kinds = ((layer, self.attention_of(layer)) for layer in (range(self.layers) if layers is None else layers))
-        kept = (kind.list_kept(self.hidden, f"model.layers.{layer}.{kind.module}.") for layer, kind in kinds)
+        kept = (kind.list_kept(layer, self.hidden, f"model.layers.{layer}.{kind.module}.") for layer, kind in kinds)
         return {tensor.name: tensor for of_layer in kept for tensor in of_layer}
 
     def is_kept_tensor(self, name: str) -> bool:

@@ -85,7 +85,7 @@ class AttentionKind:
         of its own if a layer has scales of cached keys and values."""
         raise NotImplementedError
 
-    def list_kept(self, hidden: int, hf: str) -> list[HFTensor]:
+    def list_kept(self, layer: int, hidden: int, hf: str) -> list[HFTensor]:
         """Return the tensors of a layer that neither trainer nor engine has, given the name prefix of the checkpoint's module. Checkpoints
         and exports keep them."""
         return []

@@ -25,6 +25,7 @@ class Indexer:
     heads: int
     dim: int
     topk: int
+    sharing: frozenset[int] = frozenset()  # layers without an indexer, which attend to what the last one selected (arXiv 2603.12201)
 
     def list_tensors(self, hidden: int, q_rank: int, hf: str) -> list[HFTensor]:
         """Return its weights. Published FP8 checkpoints quantize both projections."""
@@ -95,8 +96,10 @@ class LatentAttention(AttentionKind):
     def count_cache_bytes(self, tp: int, bytes_of: Callable[[int], int]) -> int:
         return bytes_of(self.kv_rank) + bytes_of(self.rope_dim)  # every rank keeps one latent for all heads
 
-    def list_kept(self, hidden: int, hf: str) -> list[HFTensor]:
-        return self.indexer.list_tensors(hidden, self.q_rank, hf + "indexer.") if self.indexer else []
+    def list_kept(self, layer: int, hidden: int, hf: str) -> list[HFTensor]:
+        if self.indexer is None or layer in self.indexer.sharing:
+            return []
+        return self.indexer.list_tensors(hidden, self.q_rank, hf + "indexer.")
 
     def list_weights(self, hidden: int, hf: str, megatron: str, kv_scales: bool = False) -> list[Weight]:
         """If there are two down projections, SGLang keeps them as one parameter."""

@@ -14,22 +14,23 @@ from parallel.model_geometry import ModelGeometry
 list_layer, list_mtp_layer, list_mtp_copies = pre_norm_layer, mtp_layers.list_mtp_layer, mtp_layers.list_copies
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 _OF_INDEXER = ("indexer_rope_interleave", "index_skip_topk_offset", "index_share_for_mtp_iteration")
-"""Fields that change nothing but what an indexer selects. Without a frequency above 1, no layer is skipped."""
+"""Fields that change nothing but what an indexer selects."""
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    return read_sparse(config.with_defaults(index_n_heads=64))
+    config.with_defaults(index_n_heads=64).require(index_topk_freq=1, indexer_types=["full"] * config.layers())
+    return read_sparse(config)
 
 
-def read_sparse(config: HFConfig) -> ModelGeometry:
-    """Read a DeepSeek-V3 in which every layer has an indexer of its own."""
+def read_sparse(config: HFConfig, sharing: frozenset[int] = frozenset()) -> ModelGeometry:
+    """Read a DeepSeek-V3 with sparse attention. `sharing`: see `Indexer`."""
     config.with_defaults(index_head_dim=128, index_topk=2048, first_k_dense_replace=3)  # as in transformers
     layers, dense = config.layers(), config.size("first_k_dense_replace", least=0)
     config.require(mlp_layer_types=["dense" if layer < dense else "sparse" for layer in range(layers)])
-    config.require(index_topk_freq=1, indexer_types=["full"] * layers)
     config.size("q_lora_rank")  # the indexer needs it
     config.read.update(_OF_INDEXER)
-    indexer = Indexer(config.size("index_n_heads"), config.size("index_head_dim"), config.size("index_topk", most=MOST_POSITIONS))
+    heads, dim = config.size("index_n_heads"), config.size("index_head_dim")
+    indexer = Indexer(heads, dim, config.size("index_topk", most=MOST_POSITIONS), sharing)
     return deepseek_v3.read(config, indexer)
 
 

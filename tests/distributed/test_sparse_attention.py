@@ -24,6 +24,7 @@ from parallel.model_geometry import ModelGeometry
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 TOPK = 64
+SHARED = ["full", "shared", "full", "shared"]
 EVEN = next(seed for seed in range(99) if max(sequence.length for sequence in random_sequences(4, seed)) % 2)
 """Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed."""
 
@@ -41,9 +42,13 @@ def load_by_transformers(folder):
     return type(model).__name__, unfit, {name: tensor for name, tensor in model.state_dict().items() if ".indexer." in name}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_the_function_of_transformers_up_to_topk_tokens_alone(family, model_folder, worlds, transformers_process, capsys):
-    folder = model_folder(family, index_topk=TOPK)
+@pytest.mark.parametrize(
+    "family, changes",
+    [*((family, {}) for family in FAMILIES), ("glm_moe_dsa", {"indexer_types": SHARED})],
+    ids=[*FAMILIES, "glm_moe_dsa with shared indexers"],
+)
+def test_it_is_the_function_of_transformers_up_to_topk_tokens_alone(family, changes, model_folder, worlds, transformers_process, capsys):
+    folder = model_folder(family, index_topk=TOPK, **changes)
     ids = torch.randint(0, 384, (3, TOPK + 16), generator=torch.Generator().manual_seed(5)).tolist()
     ours = worlds(1).call(trainer.logits, folder, FP32, ids)[0]
     expected = transformers_process.call(transformers_reference.logits, folder, ids)[0]
@@ -57,11 +62,18 @@ def test_it_is_the_function_of_transformers_up_to_topk_tokens_alone(family, mode
     assert differ(slice(TOPK)) < 2e-6 < 1e-3 < differ(slice(TOPK, None))
 
 
-@pytest.mark.parametrize("family, layout", [("deepseek_v32", Layout(tp=2)), ("glm_moe_dsa", Layout(pp=2))])
+@pytest.mark.parametrize(
+    "family, layout, changes",
+    [
+        ("deepseek_v32", Layout(tp=2), {}),
+        ("glm_moe_dsa", Layout(pp=2), {}),
+        pytest.param("glm_moe_dsa", Layout(pp=2), {"indexer_types": SHARED[:2]}, id="glm_moe_dsa with shared indexers"),
+    ],
+)
 def test_a_run_keeps_them_byte_for_byte_and_its_export_loads_in_transformers(
-    family, layout, model_folder, worlds, transformers_process, tmp_path
+    family, layout, changes, model_folder, worlds, transformers_process, tmp_path
 ):
-    source, run = model_folder(family, num_hidden_layers=2), tmp_path / "step_00001"
+    source, run = model_folder(family, num_hidden_layers=2, **changes), tmp_path / "step_00001"
     indexers = take_indexers(read_weights(source))
     worlds(2).call(trainer.save_checkpoint, source, FP32, random_sequences(4, EVEN), run, layout)
     assert find_changed(indexers, read_weights(run / "mtp")) == [] and find_damage(run) == ""

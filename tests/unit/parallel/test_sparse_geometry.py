@@ -29,13 +29,15 @@ def test_published_models_have_these_indexers_and_otherwise_latent_attention():
     for name, indexer, layers, heads, dims, groups in (
         ("deepseek-ai/DeepSeek-V3.2", Indexer(64, 128, 2048), 61, 128, (128, 64, 128), (8, 4)),
         ("zai-org/GLM-5", Indexer(32, 128, 2048), 78, 64, (192, 64, 256), (1, 1)),
+        ("zai-org/GLM-5.1", Indexer(32, 128, 2048), 78, 64, (192, 64, 256), (1, 1)),
+        ("zai-org/GLM-5.2", Indexer(32, 128, 2048, frozenset(range(78)) - {0, 1, 2, *range(6, 78, 4)}), 78, 64, (192, 64, 256), (1, 1)),
     ):
         model = ModelGeometry.from_hf_config(configs[name])
         (kind,) = set(model.attention)
         assert (kind.indexer, model.layers, kind.heads, model.most_tokens, model.mtp_layers) == (indexer, layers, heads, 2048, 1)
         assert (kind.nope_dim, kind.rope_dim, kind.v_dim) == dims and (model.experts.groups, model.experts.groups_used) == groups
         kept = model.list_kept()
-        assert len(kept) == layers * len(PARTS) and all(model.is_kept_tensor(name) and not model.is_mtp_tensor(name) for name in kept)
+        assert len(kept) == (layers - len(indexer.sharing)) * len(PARTS) and all(model.is_kept_tensor(name) and not model.is_mtp_tensor(name) for name in kept)
         ahead = {name.rpartition(".indexer.")[2] for name in list_mtp_tensors(model) if ".indexer." in name}
         assert ahead == PARTS and not can_train_mtp(model)
         assert kept["model.layers.0.self_attn.indexer.wq_b.weight"].shape == (indexer.heads * 128, kind.q_rank)
@@ -54,8 +56,7 @@ def test_other_families_keep_nothing_and_have_no_limit():
         ({"index_topk": 0}, "index_topk = 0: must be a positive integer"),
         ({"index_topk": "2048"}, "index_topk = 2048: must be a positive integer"),
         ({"index_n_heads": None}, "index_n_heads = None: is missing"),
-        ({"index_topk_freq": 4}, "index_topk_freq = 4: is not supported by the trainer, which supports only 1"),
-        ({"indexer_types": ["full", "shared", "full", "full"]}, "indexer_types = .* is not supported"),
+        ({"indexer_types": ["full", "some", "full", "full"]}, "indexer_types = .*(is not supported|must be a list)"),
         ({"index_topk_pattern": "FSFS"}, "index_topk_pattern = FSFS: is not known"),
         ({"index_kpool": 4}, "index_kpool = 4: is not known"),
         ({"mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types = .* is not supported"),
@@ -67,6 +68,45 @@ def test_other_families_keep_nothing_and_have_no_limit():
 def test_what_is_not_dense_up_to_topk_tokens_is_refused_by_field(family, changes, words):
     with pytest.raises(GeometryError, match=f"config.json {words}"):
         ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
+
+
+def test_an_indexer_that_several_layers_share_is_refused_for_deepseek():
+    for changes in ({"index_topk_freq": 4}, {"indexer_types": ["full", "shared", "full", "full"]}):
+        with pytest.raises(GeometryError, match="is not supported by the trainer"):
+            ModelGeometry.from_hf_config(ARCHITECTURES["deepseek_v32"] | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, sharing",
+    [
+        ({}, []),
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, [1, 3]),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, [1, 3]),
+        ({"index_topk_freq": 2}, [2]),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 1, "indexer_types": ["full", "shared", "shared", "shared"]}, [1, 2, 3]),
+    ],
+)
+def test_layers_that_share_an_indexer_are_those_of_transformers(changes, sharing):
+    import transformers
+
+    config = ARCHITECTURES["glm_moe_dsa"] | changes
+    types = transformers.AutoConfig.for_model(**config).indexer_types
+    kind = ModelGeometry.from_hf_config(config).attention[0]
+    assert sorted(kind.indexer.sharing) == sharing == [layer for layer, each in enumerate(types) if each == "shared"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "must be a list .* the first one"),
+        ({"indexer_types": ["full"]}, "must be a list"),
+        ({"index_topk_freq": 0}, "index_topk_freq = 0: must be a positive integer"),
+        ({"index_topk_freq": 2, "indexer_types": ["full"] * 4}, "which supports only what index_topk_freq = 2"),
+    ],
+)
+def test_a_wrong_rule_of_sharing_is_refused_by_field(changes, words):
+    with pytest.raises(GeometryError, match=words):
+        ModelGeometry.from_hf_config(ARCHITECTURES["glm_moe_dsa"] | changes)
 
 
 def test_a_router_in_low_precision_is_refused():
