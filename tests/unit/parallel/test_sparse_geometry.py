@@ -37,7 +37,8 @@ def test_published_models_have_these_indexers_and_otherwise_latent_attention():
         assert (kind.indexer, model.layers, kind.heads, model.most_tokens, model.mtp_layers) == (indexer, layers, heads, 2048, 1)
         assert (kind.nope_dim, kind.rope_dim, kind.v_dim) == dims and (model.experts.groups, model.experts.groups_used) == groups
         kept = model.list_kept()
-        assert len(kept) == (layers - len(indexer.sharing)) * len(PARTS) and all(model.is_kept_tensor(name) and not model.is_mtp_tensor(name) for name in kept)
+        assert len(kept) == (layers - len(indexer.sharing)) * len(PARTS)
+        assert all(model.is_kept_tensor(name) and not model.is_mtp_tensor(name) for name in kept)
         ahead = {name.rpartition(".indexer.")[2] for name in list_mtp_tensors(model) if ".indexer." in name}
         assert ahead == PARTS and not can_train_mtp(model)
         assert kept["model.layers.0.self_attn.indexer.wq_b.weight"].shape == (indexer.heads * 128, kind.q_rank)
