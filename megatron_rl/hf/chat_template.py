@@ -6,6 +6,7 @@ which come from `data.chat_template_kwargs`.
 
 import datetime
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,13 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the text of a chat up to where the assistant begins to respond. Raise what the template raises."""
-        text: str = self._tokenizer.apply_chat_template(
-            [*map(dict, messages)], tools=[*map(dict, tools)] or None, tokenize=False, add_generation_prompt=True, **self._options
-        )
+        options = {"tools": [*map(dict, tools)] or None, "tokenize": False, "add_generation_prompt": True, **self._options}
+        try:
+            text: str = self._tokenizer.apply_chat_template([*map(dict, messages)], **options)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            text = self._tokenizer.apply_chat_template([_write_arguments(message) for message in messages], **options)
         return text
 
     def check(self) -> None:
@@ -59,3 +64,12 @@ class ChatTemplate:
                 choices = f"it uses {', '.join(usable)}" if usable else "it uses none"
                 rule = f"the chat template of {name} does not use this key; {choices}"
                 raise UserError("data.chat_template_kwargs", key, rule, "correct or remove it")
+
+
+def _write_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, which some templates, as DeepSeek-V3's, append to a text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, **({"tool_calls": calls} if calls else {})}

@@ -181,7 +181,7 @@ def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool 
 def check_chat_template(config: Config, tokenizer: Any) -> None:
     """Raise UserError if the run has agents that cannot use the tokenizer's chat template."""
     if config.agent is not None:
-        ChatFormat(tokenizer, config.data).check()
+        ChatFormat(tokenizer, config.data).check(tools=bool(config.agent.tool_parser))
 
 
 def check_turns(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> None:

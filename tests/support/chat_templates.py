@@ -94,6 +94,13 @@ _BARS = """{{ bos_token }}{{ tools | tojson if tools else '' }}{% for m in messa
 {% for c in m.tool_calls or [] %}<｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>{{ c.function.arguments | tojson }}\
 <｜tool▁call▁end｜>{% endfor %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}\
 {% if add_generation_prompt and messages[-1].role != 'tool' %}<｜Assistant｜></think>{% endif %}"""
+_INSTRUCTIONS = """{{ bos_token }}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}\
+{% if m.role == 'user' %}{% if tools and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}\
+[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}\
+{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_CALLS]{{ c.function.name }}{{ c.function.arguments | tojson }}{{ c.id }}\
+{% endfor %}{{ eos_token }}{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% elif m.role == 'tool' %}\
+{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}[TOOL_RESULTS]{{ m.tool_call_id }}\
+{{ m.content }}[/TOOL_RESULTS]{% endif %}{% endfor %}"""
 TEMPLATES = {
     "chatml": (_CHATML, ("<|im_end|>", "<|endoftext|>")),
     "headers": (_HEADERS, ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")),
@@ -101,5 +108,7 @@ TEMPLATES = {
     "channels": (_CHANNELS, ("<|return|>", "<|endoftext|>", "<|call|>")),
     "brackets": (_BRACKETS, ("[e~[",)),
     "bars": (_BARS, ("<｜end▁of▁sentence｜>",)),
+    "instructions": (_INSTRUCTIONS, ("</s>",)),
 }
-"""Reduced templates with the structure of those of Qwen, Llama 3, GLM, gpt-oss, MiniMax-M2, and DeepSeek-V3.1, and their end tokens."""
+"""Reduced templates with the structure of those of Qwen, Llama 3, GLM, gpt-oss, MiniMax-M2, DeepSeek-V3.1, and Mistral, and their end
+tokens."""

@@ -34,21 +34,33 @@ class ChatFormat:
         self._has_warned = False  # about tools that the template leaves out
         self._special, self._ends = find_special_text(tokenizer), find_end_tokens(tokenizer)
 
-    def check(self) -> None:
-        """Raise UserError if the tokenizer has no chat template, or a template that drops a response or what follows it."""
+    def check(self, tools: bool) -> None:
+        """Raise UserError if the tokenizer has no chat template, or a template that drops a response or what follows it. `tools`: whether
+        tools may be called, so that the template must write their messages."""
         name, fix = self._tokenizer.name_or_path, "correct it, or add chat_template.jinja to that folder"
         if not self._tokenizer.chat_template:
             raise UserError("agent", None, f"needs a chat template, and the tokenizer of {name} has none", fix)
         self._template.check()
         try:
-            kept = all("(more)" in self._render_rest([ConversationMessage(role, "(more)")], "[]") for role in ("user", "tool"))
             start = self._render([_QUESTION], "[]")
-            kept = kept and _QUESTION.content in start
+            kept = _QUESTION.content in start and self._keeps("user") and (not tools or self._keeps_results)
         except RefusedError as error:
             raise UserError("agent", None, f"cannot use the chat template of {name} ({error})", fix) from None
         if not kept:
             raise UserError("agent", None, f"cannot use the chat template of {name}, which leaves out messages", fix)
         check_prompt(self._tokenizer, start, self.encode(start).tolist(), chat=True)
+
+    def _keeps(self, role: str) -> bool:
+        """Return whether the template writes a message of this role behind a response. Raise RefusedError if it fails."""
+        return "(more)" in self._render_rest([ConversationMessage(role, "(more)", tool_call_id="call00000")], "[]")
+
+    @cached_property
+    def _keeps_results(self) -> bool:
+        return self._keeps("tool")
+
+    def _check_results(self, messages: Sequence[ConversationMessage]) -> None:
+        if any(message.role == "tool" for message in messages) and not self._keeps_results:
+            raise RefusedError("messages: the chat template leaves out results of tools")
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(encode_prompt(self._tokenizer, text, chat=True), np.int32)
@@ -81,6 +93,7 @@ class ChatFormat:
             if not ids:
                 raise RefusedError("prompt: must have at least one token", code="invalid_value")
             return np.array(ids, np.int32)
+        self._check_results(messages)
         text = self._render(messages, tools)
         if not self._has_warned:
             left_out = [name for tool in self._treat(json.loads(tools)) if (name := tool["function"]["name"]) not in text]
@@ -96,6 +109,7 @@ class ChatFormat:
         """Return the tokens of the messages that follow a response, up to where the policy begins the next one. They begin with the end
         token of the response if the policy has sampled none. `calls`: tool calls of the response. Raise RefusedError if the template
         fails."""
+        self._check_results(messages)
         last = self.split_end(answer_ids_T)[1]
         rest = messages[0].content if messages[0].role == TEXT else self._render_rest(messages, tools, calls)
         if len(last):  # a template may end turns with another end token than the sampled one

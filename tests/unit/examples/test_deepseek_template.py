@@ -66,7 +66,7 @@ def test_the_template_writes_what_the_published_encoder_writes(encoder, tokenize
 
 def test_agents_continue_after_tool_calls(tokenizer):
     format = ChatFormat(tokenizer, DataConfig(chat_template_kwargs={"thinking": True}))
-    format.check()
+    format.check(tools=True)
     calls = [ToolCall(call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in CALLS]
     results = [ConversationMessage("tool", text, tool_call_id=number) for text, number in (("sunny", "c1"), ("0", "c2"))]
     answer = np.array([5, tokenizer.eos_token_id], np.int32)

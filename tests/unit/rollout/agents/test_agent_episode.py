@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
-from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
+from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError
 from megatron_rl.rollout.agents.requests import read_chat_request
 from megatron_rl.rollout.groups import RolloutBatch, assign_rewards
 from megatron_rl.rollout.metrics import compute_rollout_metrics
@@ -194,7 +194,13 @@ def test_a_chat_template_that_loses_messages_is_refused():
     class Plain(ChatTokenizer):
         chat_template = None
 
-    ChatFormat(ChatTokenizer(), DataConfig()).check()
+    ChatFormat(ChatTokenizer(), DataConfig()).check(tools=True)
+    forgetful = ChatFormat(Forgetful(), DataConfig())
+    forgetful.check(tools=False)
+    result = [ConversationMessage("user", "q"), ConversationMessage("tool", "r")]
+    for encode in (lambda: forgetful.encode_start(result, "[]"), lambda: forgetful.encode_rest(result[1:], "[]", np.array([97], np.int32))):
+        with pytest.raises(RefusedError, match="leaves out results of tools"):
+            encode()
     for tokenizer, rule in ((Forgetful(), "leaves out messages"), (Strict(), "only users may speak"), (Plain(), "letters has none")):
         with pytest.raises(UserError, match=rule):
-            ChatFormat(tokenizer, DataConfig()).check()
+            ChatFormat(tokenizer, DataConfig()).check(tools=True)

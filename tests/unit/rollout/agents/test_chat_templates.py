@@ -17,11 +17,11 @@ PUBLISHED = Path(__file__).parents[5] / "shared/data/chat_templates"
 TOOLS = json.dumps(
     [{"type": "function", "function": {"name": "look_up", "description": "Weather", "parameters": {"type": "object", "properties": {}}}}]
 )
-CALL = ToolCall("call_1ab", "look_up", '{"city": "Rome"}')
+CALL = ToolCall("call_1abc", "look_up", '{"city": "Rome"}')
 FIRST = [ConversationMessage("system", "Be brief."), ConversationMessage("user", "Weather in Rome?")]
 CALLED, RESULT = (
     ConversationMessage("assistant", "", (CALL,)),
-    ConversationMessage("tool", "sunny", tool_call_id="call_1ab", name="look_up"),
+    ConversationMessage("tool", "sunny", tool_call_id="call_1abc", name="look_up"),
 )
 SAID, ASKED = ConversationMessage("assistant", "It is sunny."), ConversationMessage("user", "And Oslo?")
 MODELS = {  # file of ../shared/data/chat_templates: the reduced template with the same end tokens
@@ -36,7 +36,10 @@ MODELS = {  # file of ../shared/data/chat_templates: the reduced template with t
     "GLM-4.7-Flash": "roles",
     "openai-gpt-oss-120b": "channels",
     "deepseek-ai-DeepSeek-V3.1": "bars",
+    "trl-deepseekv3": "bars",
     "moonshotai-Kimi-K2": "chatml",
+    "moonshotai-Kimi-K2-Thinking": "chatml",
+    "Mistral-Small-3.2-24B-Instruct-2506": "instructions",
     "MiniMax-M2": "brackets",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "chatml",
     "trl-nemotron_3_super": "chatml",
@@ -44,7 +47,7 @@ MODELS = {  # file of ../shared/data/chat_templates: the reduced template with t
     "meta-llama-Llama-3.2-3B-Instruct": "headers",
     "meta-llama-Llama-3.3-70B-Instruct": "headers",
 }
-WITHOUT_TOOLS = ("deepseek-ai-DeepSeek-V3.1",)  # templates that write calls and results, but no tools
+WITHOUT_TOOLS = ("deepseek-ai-DeepSeek-V3.1", "trl-deepseekv3")  # templates that write calls and results, but no tools
 KEYS = {  # keys of a template and a text that it writes with them
     "trl-qwen3_8": ({"reasoning_effort": "low"}, ""),
     "Qwen-Qwen3-0.6B": ({"enable_thinking": False}, "<think>\n\n</think>"),
@@ -71,7 +74,7 @@ def make_format(folder, name, **data):
 @pytest.mark.parametrize("name", [*TEMPLATES, *MODELS])
 def test_what_follows_a_response_is_what_the_template_writes(name, tmp_path, caplog):
     format, tokenizer, ends = make_format(tmp_path, name)
-    format.check()
+    format.check(tools=True)
     start = format.decode_all(format.encode_start(FIRST, TOOLS))
     assert "Weather in Rome?" in start and ("look_up" in start) == (name not in WITHOUT_TOOLS)
     assert ("leaves out the tool 'look_up'" in caplog.text) == (name in WITHOUT_TOOLS)
@@ -102,8 +105,8 @@ def test_keys_of_published_templates(name, tmp_path):
     keys, wanted = KEYS[name]
     plain, _, _ = make_format(tmp_path / "plain", name)
     format, _, _ = make_format(tmp_path, name, chat_template_kwargs=keys)
-    format.check()
+    format.check(tools=True)
     text = format.decode_all(format.encode_start(FIRST, "[]"))
     assert wanted in text and text != plain.decode_all(plain.encode_start(FIRST, "[]"))
     with pytest.raises(UserError, match=re.escape("does not use this key; it uses")):
-        make_format(tmp_path / "other", name, chat_template_kwargs={"reasoning_effrt": "low"})[0].check()
+        make_format(tmp_path / "other", name, chat_template_kwargs={"reasoning_effrt": "low"})[0].check(tools=True)
