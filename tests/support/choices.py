@@ -128,7 +128,14 @@ ALONE: dict[str, dict[str, dict[str, Any]]] = {  # each choice is in some row
     "turns": {
         "one": {},
         "environment": {"environment.name": f"{CALCULATOR}:Calculator", "environment.max_turns": 3, "environment.max_tokens": 16},
-        "agent": {"agent.name": AGENT, "agent.tool_parser": "qwen25", "agent.max_calls": 3, "agent.max_tokens": 224, "agent.workers": 2},
+        "agent": {
+            "agent.name": AGENT,
+            "agent.tool_parser": "qwen25",
+            "agent.reasoning_parser": "qwen3",
+            "agent.max_calls": 3,
+            "agent.max_tokens": 224,
+            "agent.workers": 2,
+        },
         "agent's own reward": {
             "agent.name": "support.agent_programs:judge_oneself",
             "agent.own_reward": "true",
