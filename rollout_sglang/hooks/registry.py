@@ -113,10 +113,9 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_all_reduce_hooks() -> list[Hook]:
     """Return the hooks on sums over ranks for `precision.reduction = "ranks"`."""
-    from rollout_sglang.hooks import gpu_all_reduce, tree_reduction
+    from rollout_sglang.hooks import gpu_all_reduce
 
     return [
-        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", tree_reduction.load_model, "AROUND"),
         (_CUSTOM_ALL_REDUCE + "__init__", gpu_all_reduce.leave_out_multicast, "AROUND"),
         ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", gpu_all_reduce.all_reduce, "AROUND"),
     ]
@@ -124,7 +123,7 @@ def list_all_reduce_hooks() -> list[Hook]:
 
 def list_rank_hooks() -> list[Hook]:
     """Return the hooks on products, attention and rotary tables with `precision.reduction = "ranks"`."""
-    from rollout_sglang.hooks import rank_kernels, split_attention
+    from rollout_sglang.hooks import rank_kernels, split_attention, tree_reduction
 
     flash, triton = "sglang.srt.layers.attention.flashattention_backend.", "sglang.srt.layers.attention.triton_backend.TritonAttnBackend."
     attention: list[Hook] = [
@@ -140,6 +139,7 @@ def list_rank_hooks() -> list[Hook]:
     fp8, plain = "sglang.srt.layers.quantization.fp8_utils.", "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod."
     return [
         ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", rank_kernels.load_model, "AROUND"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", tree_reduction.load_model, "AROUND"),
         (fp8 + "dispatch_w8a8_block_fp8_linear", rank_kernels.require_deep_gemm, "AROUND"),
         (fp8 + "triton_w8a8_block_fp8_linear", rank_kernels.refuse_fallback, "REPLACE"),
         (plain + "apply", rank_kernels.apply_plain_linear, "REPLACE"),

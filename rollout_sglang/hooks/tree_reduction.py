@@ -151,14 +151,19 @@ def keep_cut_scales(model: torch.nn.Module) -> None:
     in place, because CUDA graphs read their address."""
     for layer in model.modules():
         scale = getattr(layer, "weight_scale_inv", None)
-        if scale is not None and hasattr(layer, "input_is_parallel") and count_slices(layer.tp_size) and torch.cuda.is_available():
+        if (
+            scale is not None
+            and hasattr(layer, "input_is_parallel")
+            and count_slices(layer.tp_group.world_size)
+            and torch.cuda.is_available()
+        ):
             kept = getattr(scale, CUT, None)
             setattr(scale, CUT, cut_scales(layer) if kept is None else kept.copy_(cut_scales(layer)))
 
 
 def cut_scales(layer: Any) -> torch.Tensor:
     """Return the scales of a row-parallel layer as slices, computed from its `weight_scale_inv`."""
-    return deep_gemm.cut_scales(layer.weight_scale_inv.detach(), count_slices(layer.tp_size))
+    return deep_gemm.cut_scales(layer.weight_scale_inv.detach(), count_slices(layer.tp_group.world_size))
 
 
 class CapturedGroup:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from support.shipped import run_module
 
-pytestmark = pytest.mark.long
-
 KINDS = {"bf16": "bf16", "ranks, bf16": "bf16", "int8": "int8", "int8 experts": "int8"}
 """Dtype of most matrix products by case. FP8 in all other cases."""
 _DELTA = ("delta", "delta experts")
@@ -48,7 +46,8 @@ def ranks(tmp_path_factory):
     return json.loads(found.splitlines()[-1])
 
 
-@pytest.mark.parametrize("cases", [("ranks", "ranks, slices", "ranks, bf16"), ("ranks, splits",)], ids=["fa3", "splits"])
+@pytest.mark.default_cases(2)
+@pytest.mark.parametrize("cases", [("ranks, slices",), ("ranks, splits",), ("ranks", "ranks, bf16")], ids=["slices", "splits", "plain"])
 def test_an_engine_in_the_trainers_order_of_sums(tmp_path, cases):
     """The stand-ins of FlashAttention 3 and DeepGEMM check what decides the order."""
     ranks = json.loads(run_module("engine_rehearsals", str(tmp_path), "h100", *cases, path=str(Path(__file__).parent)).splitlines()[-1])
@@ -56,6 +55,7 @@ def test_an_engine_in_the_trainers_order_of_sums(tmp_path, cases):
         check_passes(ranks[case], case, 8192, "h100")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PLAIN)
 def test_prompts_and_decoded_tokens_run(ranks, case):
     check_passes(ranks[case], case, 8192, "h100")
@@ -76,12 +76,14 @@ def check_passes(rank, case, prefill_tokens, gpu):
     assert waits == ([PLAN_WAITS[gpu, case], 0, 2] if case in CACHES else [0, 0, 0])
 
 
+@pytest.mark.long
 def test_a_dense_layers_products_are_all_in_fp8(ranks):
     """Weights per layer: queries, keys and values, output, gate and up, down. Each of two ranks has half of them."""
     layer = 1024 * (8 + 2 * 4) * 128 + 8 * 128 * 1024 + 3 * 1024 * 2048
     assert ranks["dense"]["forward"]["phases"][0]["flops"]["fp8"] == 2 * 8192 * 2 * layer // 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PLANTED)
 def test_a_planted_fault_is_found(ranks, case):
     assert PLANTED[case] in ranks[case]["forward"]["fault"]
@@ -94,11 +96,13 @@ def on_blackwell(tmp_path_factory):
     return json.loads(found.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PLAIN)
 def test_prompts_and_decoded_tokens_run_on_blackwell(on_blackwell, case):
     check_passes(on_blackwell[case], case, 16384, "b200")  # SGLang's chunk for a GPU with so much memory
 
 
+@pytest.mark.long
 def test_attention_multiplies_as_much_on_blackwell_as_on_hopper(ranks, on_blackwell):
     """Triton's attention, FlashAttention 3, and FlashInfer's kernels, which are counted by functions of their own."""
     for case in ("dense", "latent", *CACHES):
@@ -107,6 +111,7 @@ def test_attention_multiplies_as_much_on_blackwell_as_on_hopper(ranks, on_blackw
         assert case == "latent" or here[2]["flops"]["bf16"] == there[2]["flops"]["bf16"], "each decoded token attends to its whole context"
 
 
+@pytest.mark.long
 def test_flashinfer_multiplies_as_much_as_triton(on_blackwell):
     """The case with FlashInfer has twice as many layers, and both have a product with the vocabulary."""
     (plain, plain_eager), (cache, eager) = (
@@ -117,6 +122,7 @@ def test_flashinfer_multiplies_as_much_as_triton(on_blackwell):
     assert 2 * (plain_eager["flops"]["bf16"] - head) == eager["flops"]["bf16"] - head
 
 
+@pytest.mark.long
 def test_engines_on_blackwell_hold_what_a_sync_fills(on_blackwell):
     """Weights keep their bytes and FP32 scales, every other tensor is known, and all layers quantize by the contract."""
     for case in ("dense", "experts", "bf16", "latent", "delta"):

@@ -52,7 +52,7 @@ def test_products_of_slices_are_those_of_ranks(slices, monkeypatch):
 
     def load(data, scale, count):
         layer = SimpleNamespace(quant_method=type("Fp8LinearMethod", (), {})(), weight=data, weight_scale_inv=torch.zeros_like(scale))
-        layer.tp_size, layer.input_is_parallel = 1, True
+        layer.tp_group, layer.input_is_parallel = Group(), True
         monkeypatch.setattr(tree_reduction, "count_slices", lambda ranks: count)
         runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: [layer, SimpleNamespace(weight_scale_inv=scale)]))
         tree_reduction.load_model(lambda _: None, runner)
