@@ -67,4 +67,5 @@ def _keep(given: TextIO | None, descriptor: int) -> TextIO:
     unbuffered = getattr(given, "write_through", False)
     buffer: Any = stream if unbuffered else io.BufferedWriter(stream)
     lines = getattr(given, "line_buffering", False)
-    return io.TextIOWrapper(buffer, given.encoding, given.errors, line_buffering=lines, write_through=unbuffered)
+    errors = "backslashreplace" if given.errors == "strict" else given.errors  # a character that the console has not ends no command
+    return io.TextIOWrapper(buffer, given.encoding, errors, line_buffering=lines, write_through=unbuffered)

@@ -118,3 +118,10 @@ def test_a_command_whose_reader_is_gone_has_its_usual_exit_code_and_no_traceback
     assert (piped.returncode, piped.stderr) == (usual.returncode, usual.stderr)
     assert run(stdout=writer, stderr=writer).returncode == usual.returncode
     os.close(writer)
+
+
+def test_a_character_that_the_console_has_not_ends_nothing():
+    code = r"from megatron_rl.observability.streams import keep_streams; keep_streams(); print('\xe9 \udcff')"
+    environment = one_thread_environment() | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert done.stdout == rb"\xe9 \udcff" + b"\n"
