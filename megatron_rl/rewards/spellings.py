@@ -34,6 +34,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
     (re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1m"),
     (re.compile(r"\b(?:minus|negative)\s+(?=\$?[0-9\\])", re.IGNORECASE), "-"),
+    (re.compile(r"\b(?:(?:comes|works|turns)\s+out|comes|amounts|adds\s+up)\s+to\b(?:\s+be\b)?", re.IGNORECASE), "is"),
     (re.compile(r"\\(?:text)?color(?:box)?\s*\{\w*\}"), ""),
 ]
 
@@ -58,7 +59,7 @@ _TRANSLATIONS = [
     (rf"\b{_NOUN}{_KIND}\b", "answer"),
     (r"\b(?:n'est|no\s+es|non\s+è|não\s+é)(?:\s+pas)?\b|\b(?:ist|lautet)\s+nicht\b|\bне\b", "is not"),
     (r"(?:\b(?:هو|هي)\s+)?(?:ليست?\b|नहीं)", "is not"),
-    (r"\b(?:nicht|pas)\b", "not"),
+    (r"\b(?:nicht|pas)\b|(?<=[0-9$})],)\s+(?:no|non|não)(?=\s+[-$\\(]*[0-9])", " not"),
     (r"\bc'est\b", "it is"),
     (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|هو|هي|است|है|является|равен|равна|будет)\b", "is"),
     (r"\b(?:sondern|mais|sino|ma|بل)\b|(?<=, )а\b", "but"),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_rl.rewards.numbers import NUMBER
 from megatron_rl.rewards.spellings import normalize, translate
 
-_BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be|(?:comes|works)\s+(?:out\s+)?to)(?:(?=n't)|\b)"
+_BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be)(?:(?=n't)|\b)"
 _STATEMENT = re.compile(
     rf"""(?ix)(?P<box>\\(?:boxed|fbox)\b)
     | (?P<tag><(?:final_)?answer>|<\|begin_of_box\|>)
