@@ -1,4 +1,4 @@
-"""Records what the operators of a live engine compute, on demand, in its scheduler processes (`megatron_rl.training.locate`).
+"""Records what the operators of a live engine compute, on demand, in its scheduler processes (`megatron_rl.diagnosis.locate`).
 
 Requests, as in `rollout_sglang.rank_handler`:
 

@@ -9,11 +9,11 @@ from rich.console import Console
 
 from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.graph_check import GraphComparison, read_training_graph
 from megatron_rl.distributed import Rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from megatron_rl.preflight import GRAPH, check_run, pin_model
-from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from megatron_rl.training.policies import load_actor
 from megatron_rl.training.session import start_empty_engines, start_trainer
 from parallel.layout import Layout

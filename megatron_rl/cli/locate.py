@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_rl.cli.run_settings import check_output_files
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.locate import Locator, describe
 from megatron_rl.distributed import Rank0, get_rank
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
@@ -20,7 +21,6 @@ from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.training.locate import Locator, describe
 from megatron_rl.training.policies import load_actor
 from megatron_rl.training.resume import find_newest_whole
 from megatron_rl.training.session import start_empty_engines, start_trainer

@@ -7,7 +7,7 @@
     tensorboard/    the metrics for TensorBoard, unless log.trackers omits it
     checkpoints/    see docs/guides/checkpoints.md; a resumed run continues in the same folder
     ranks/          a log and the phase of each rank (`rank_log`, `hang_watchdog`)
-    graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
+    graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.diagnosis.graph_check)
 
 A crash can happen at any moment, so each metrics line is on disk before the next step starts, and a run counts as finished only if
 `run.json` says so. A metric that was not measured is absent. A metric that is NaN or infinite is `null`, because JSON has no NaN. Secrets

@@ -21,7 +21,7 @@ def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
     contract, model = PrecisionContract.from_config(config.precision), ModelGeometry.from_hf_config(hf_config)
     layout, engine = config.train.layout, config.rollout
     reasons = []
-    if on_gpu and not contract.sums_by_ranks:  # which refuses a run with another kernel (`training.graph_check`)
+    if on_gpu and not contract.sums_by_ranks:  # which refuses a run with another kernel (`diagnosis.graph_check`)
         operators = [name for name in GPU_KERNELS if model.experts is not None or "expert" not in name]
         reasons += [f"GPUs, {name}: {GPU_KERNELS[name]}" for name in operators]
     if contract.trainer_format != contract.engine_format:

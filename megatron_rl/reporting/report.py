@@ -37,7 +37,7 @@ CAUSE_LABELS = {
     "version": "newer weights",
     "total": "engine to newest weights",
 }
-"""Labels of the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
+"""Labels of the causes of the mismatch; see `megatron_rl.diagnosis.attribution`."""
 _LOG_LINES, _LOG_BYTES, _GRAPH_BYTES = 20, 1 << 16, 16 << 20
 _UNDECLARED = "run.json has no metric declarations (an older version wrote it), so metrics are listed without descriptions and not plotted"
 

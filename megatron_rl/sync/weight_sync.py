@@ -1,7 +1,8 @@
 """Weight sync: the trainer's weights reach the live engine byte for byte, and every sync proves that they did. Every chunk is hashed on
-both sides: in the trainer's live tensors, and in the engine's tensors after they were written. The engine recomputes every tensor that it
-derived from the weights (`rollout_sglang.derived_tensors`) and answers a canary (`megatron_rl.training.canary`). On CPUs it already samples
-meanwhile, but returns no completion before both have passed. If an engine is lost, sync and sampling are repeated with the same bits."""
+both sides: in the trainer's live tensors, and in the engine's tensors after they were written. The engine recomputes every tensor that
+it derived from the weights (`rollout_sglang.derived_tensors`) and answers a canary (`megatron_rl.diagnosis.canary`). On CPUs it already
+samples meanwhile, but returns no completion before both have passed. If an engine is lost, sync and sampling are repeated with the same
+bits."""
 
 from __future__ import annotations
 

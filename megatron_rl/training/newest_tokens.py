@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.mismatch import TOKENS, MismatchBound, measure_mismatch
 from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.actor import Actor
@@ -22,7 +23,6 @@ from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.worker import AsyncRolloutWorker
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
-from megatron_rl.training.mismatch import TOKENS, MismatchBound, measure_mismatch
 from megatron_rl.training.samples import fetch_columns, to_training_samples
 
 MOST = 8  # completions that are scored; they cost one small forward pass

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.canary import LONGEST, make_prompts
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.actor import Actor, Critic, Policy
@@ -18,7 +19,6 @@ from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, global_parameters, load_checkpoint
 from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.training.canary import LONGEST, make_prompts
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry, as_critic, with_trained_mtp
 from parallel.row_sums import count_parts

@@ -24,6 +24,9 @@ from megatron_rl.batch.draws import mark_draws, unmark_draws
 from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.attribution import MismatchAttribution
+from megatron_rl.diagnosis.draws import DrawCheck
+from megatron_rl.diagnosis.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import DrawError, MismatchError, RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
@@ -40,9 +43,6 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import EQUAL
 from megatron_rl.training.critic_trainer import CriticTrainer
-from megatron_rl.training.draws import DrawCheck
-from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
-from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
 
 if TYPE_CHECKING:  # loaded only by runs that replay groups

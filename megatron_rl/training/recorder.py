@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.diagnosis.mismatch import bin_mismatch
 from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
@@ -15,7 +16,6 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.profiling import StepProfiler
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.training.mismatch import bin_mismatch
 from megatron_rl.training.samples import StepSamples
 
 _MIB = 1 << 20

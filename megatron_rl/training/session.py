@@ -17,6 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.launch import read_launch
 from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
+from megatron_rl.diagnosis.checks import Diagnosis
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, MismatchError, RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
@@ -50,15 +51,9 @@ from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.loaded_values import LoadedValues
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
-from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
-from megatron_rl.training.draws import DrawCheck
-from megatron_rl.training.graph_check import check_graph, write_critic_graph
-from megatron_rl.training.locate import Locator, try_to_locate
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.mismatch import MismatchBound, find_worst_prefix
-from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import describe_unread, load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
@@ -164,28 +159,23 @@ class Session:
         hang_watchdog.enter_phase("checking the engines")
         geometry, rollout_layout = config.make_geometry(hf_config), config.rollout.to_layout()
         plan = SyncPlan.make(geometry, layout, rollout_layout, contract, config.sync.chunk_bytes, get_rank())
-        canary = make_canary(config, actor, hf_config)
+        diagnosis = Diagnosis(config, actor, hf_config, read_named_tensors, self.notify)
         check_loaded = None  # a resumed run holds what it has trained
         if state is None:
             check_loaded = LoadedValues(plan, get_rank(), config.model.folder, hf_config, self.notify).check
-        sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify, check_loaded)
+        sync = WeightSync(plan, engines, read_named_tensors, config.sync, diagnosis.canary, self.notify, check_loaded)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
-        exact = promises_exactness(config, hf_config)
-        check_graph(actor.model, engines, contract, self.folder, exact or contract.sums_by_ranks)
-        if critic is not None:
-            write_critic_graph(critic.model, self.folder)
+        diagnosis.check_graphs(engines, self.folder, critic)
         self.notify(f"engines up: {config.rollout.engines}; they serve after the first proved sync")
 
-        attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        bound, draw_check = MismatchBound(config.sync, exact, self.notify), DrawCheck(config, exact, self.notify)
         critic_trainer = None if critic is None else CriticTrainer(config, critic)
-        checks = bound, draw_check, OldLogprobs(config, exact)
-        trainer = PolicyTrainer(config, actor, reference, attribution, engines, *checks, critic_trainer, teacher)
-        self._locator = Locator(config, actor, engines, plan, read_named_tensors, hf_config)
-        self._find_suspect = lambda: find_worst_prefix(trainer.compared)
+        checks = diagnosis.bound, diagnosis.draws, OldLogprobs(config, diagnosis.exact)
+        trainer = PolicyTrainer(config, actor, reference, diagnosis.attribution, engines, *checks, critic_trainer, teacher)
+        search = diagnosis.make_search(engines, plan, self.folder)
+        self._search = lambda error: search(error, trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        newest = NewestTokens(config, actor, worker, recovering_sync, bound, trainer.engine_routing)
+        newest = NewestTokens(config, actor, worker, recovering_sync, diagnosis.bound, trainer.engine_routing)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
@@ -271,7 +261,8 @@ class Session:
     def _end(self, loop: Loop | None, raised: BaseException) -> BaseException:
         """Write a last checkpoint, if possible, and the end of a run that broke. Return the error to show."""
         if loop is not None and isinstance(raised, MismatchError):  # the loop raises a RunError on all ranks
-            self._locate(raised)
+            hang_watchdog.enter_phase("locating the difference")
+            self._search(raised)
         on_all_ranks, alone = loop is not None and isinstance(raised, RunError), self.layout.world_size == 1
         error = prefer_stop_error(to_run_error(raised) or raised, alone=not on_all_ranks)
         if loop is not None and (on_all_ranks or alone) and not is_second():
@@ -282,12 +273,6 @@ class Session:
     def notify(self, text: str) -> None:
         """Write one line to the console and run.log. Does nothing on ranks other than 0."""
         self.log.run_local(lambda log: log.write_event(text))
-
-    def _locate(self, error: MismatchError) -> None:
-        """Write what differs between trainer and engine to the run's folder."""
-        hang_watchdog.enter_phase("locating the difference")
-        self.notify(str(error))
-        try_to_locate(self._locator, [[], self._find_suspect()], self.folder, self.notify)
 
     def _try_checkpoint(self, loop: Loop) -> None:
         hang_watchdog.enter_phase("checkpoint")

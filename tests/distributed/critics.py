@@ -12,10 +12,10 @@ from megatron_rl.algorithm.gae import assign_token_advantages
 from megatron_rl.algorithm.value_loss import ValueLoss
 from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.diagnosis.graph_check import read_training_graph
 from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.passes import reduce
-from megatron_rl.training.graph_check import read_training_graph
 from megatron_rl.training.policies import load_critic
 from parallel.layout import Layout
 from parallel.model_geometry import VALUE_HEAD

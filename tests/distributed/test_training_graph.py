@@ -9,10 +9,10 @@ from support.models import FP8, FP32
 from support.planted_differences import plant_difference
 from support.trainer import Trainer
 
+from megatron_rl.diagnosis.graph_check import read_training_graph
 from megatron_rl.errors import RunError
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, compare_kernels, describe_differences, fold_layers
-from megatron_rl.training.graph_check import read_training_graph
 from parallel.families import FAMILIES
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry

@@ -16,10 +16,10 @@ from support.trainer_engine import current
 from megatron_rl.batch.draws import mark_draws
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.draws import DrawCheck
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.names import override
 from megatron_rl.rollout.engine import hash_seed
-from megatron_rl.training.draws import DrawCheck
 from parallel.layout import Layout
 
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=31)]

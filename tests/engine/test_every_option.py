@@ -13,8 +13,8 @@ from support.covering import find_values, list_factors, list_present, load, merg
 from support.train_command import TORCHRUN, finish, latest, read_rows, train
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_rl.diagnosis.canary import promises_exactness
 from megatron_rl.plugs import ADVANTAGES, DATA_FORMATS, LOSSES, REWARDS, TRACKERS
-from megatron_rl.training.canary import promises_exactness
 from parallel.formats import FORMATS, MODES
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError

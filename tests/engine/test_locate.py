@@ -11,8 +11,8 @@ from support.models import FP8
 from support.processes import World
 from support.trainer_engine import current
 
-from megatron_rl.training import locate as locate_module
-from megatron_rl.training.locate import Locator, describe
+from megatron_rl.diagnosis import locate as locate_module
+from megatron_rl.diagnosis.locate import Locator, describe
 from parallel.layout import Layout
 
 unused_tokens = count(8)

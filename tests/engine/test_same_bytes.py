@@ -11,8 +11,8 @@ from support.models import TENSORS, random_sequences, read_weights
 from support.planted_differences import plant_difference
 from support.trainer_engine import current
 
+from megatron_rl.diagnosis.graph_check import check_graph
 from megatron_rl.errors import RunError
-from megatron_rl.training.graph_check import check_graph
 from rollout_sglang.hooks.scheduling import MIN_SHARED
 
 pytestmark = pytest.mark.xdist_group("unified")  # they share an engine

@@ -11,11 +11,11 @@ from megatron_rl.batch.draws import mark_draws
 from megatron_rl.batch.kept_tokens import make_kept_tokens, pad_kept_tokens
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.draws import DrawCheck
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.draws import DrawRecord, Draws
 from megatron_rl.mcore.passes.logprobs import Targets
 from megatron_rl.rollout.engine import hash_seed
-from megatron_rl.training.draws import DrawCheck
 from rollout_sglang.hooks.seeded_sampling import find_kept_tokens
 from support import faulty_draws
 from support.faulty_draws import TEMPERATURE

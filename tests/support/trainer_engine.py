@@ -16,6 +16,8 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.sync import SyncConfig
+from megatron_rl.diagnosis.canary import make_canary
+from megatron_rl.diagnosis.graph_check import GraphComparison, read_training_graph
 from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
@@ -32,8 +34,6 @@ from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.checks import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
-from megatron_rl.training.canary import make_canary
-from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from megatron_rl.types import Problem, SamplingParams
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry

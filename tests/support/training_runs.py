@@ -15,6 +15,8 @@ from megatron_rl.batch.replay import read_groups
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
+from megatron_rl.diagnosis.attribution import MismatchAttribution
+from megatron_rl.diagnosis.mismatch import MismatchBound
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Policy
@@ -29,8 +31,6 @@ from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.mismatch import MismatchBound
-from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import load_critic, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer

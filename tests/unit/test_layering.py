@@ -26,7 +26,7 @@ OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
     *("redaction", "errors", "types", "versions", "metrics", "plugs", "config", "precision", "kernels", "batch"),
     *("hf", "workers", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
-    *("preflight", "evaluation", "reporting", "training", "cost", "planner", "rehearsal", "cli", "__main__"),
+    *("preflight", "evaluation", "reporting", "diagnosis", "training", "cost", "planner", "rehearsal", "cli", "__main__"),
 ]
 ROOT_MODULES = 10
 PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/compile_kernels.py", "tools/kernel_counts.py")

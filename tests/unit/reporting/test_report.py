@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from megatron_rl import metrics
 from megatron_rl.batch import replay  # noqa: F401 (it declares what a run with replay adds)
 from megatron_rl.cli.main import app
+from megatron_rl.diagnosis.attribution import CAUSES
 from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.decoder import Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
@@ -24,7 +25,6 @@ from megatron_rl.reporting.formatting import format_bytes, format_duration, form
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
 from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report
 from megatron_rl.training import loop  # noqa: F401 (it declares what the rows of a run hold)
-from megatron_rl.training.mismatch_attribution import CAUSES
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
 STEP = {

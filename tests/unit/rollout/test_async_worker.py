@@ -17,6 +17,7 @@ from support.processes import until
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
+from megatron_rl.diagnosis.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rewards.thinking import Response
@@ -25,7 +26,6 @@ from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.metrics import build_sample_rows, compute_rollout_metrics
 from megatron_rl.rollout.worker import AsyncRolloutWorker, RolloutWorker
-from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, RemoteColumns, Reward, SamplingParams, Scored
 

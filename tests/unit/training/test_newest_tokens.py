@@ -10,11 +10,11 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import SyncConfig
+from megatron_rl.diagnosis.mismatch import MISMATCH, TOKENS, UNCOMPARED_STEPS, MismatchBound
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.worker import AsyncRolloutWorker, StepDraw, _Step
 from megatron_rl.training import newest_tokens
-from megatron_rl.training.mismatch import MISMATCH, TOKENS, UNCOMPARED_STEPS, MismatchBound
 from megatron_rl.training.newest_tokens import MOST, NewestTokens
 from megatron_rl.types import Completion, Problem, RemoteColumns
 

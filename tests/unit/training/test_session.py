@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import SyncConfig
+from megatron_rl.diagnosis.mismatch import MISMATCH, MismatchBound
 from megatron_rl.errors import RunError
 from megatron_rl.training import session
-from megatron_rl.training.mismatch import MISMATCH, MismatchBound
 from parallel.layout import Layout
 
 

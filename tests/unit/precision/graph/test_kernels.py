@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.diagnosis import graph_check
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.kernels import batch_invariant
@@ -15,7 +16,6 @@ from megatron_rl.precision.graph import kernels
 from megatron_rl.precision.graph.decoder import LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import GRAPH_JSON, PrecisionGraph, TensorPrecision, compare_kernels, merge_graphs
 from megatron_rl.precision.graph.kernels import Kernel, Machine, compare, identify, in_parts, read_machine
-from megatron_rl.training import graph_check
 
 HIGH = TensorPrecision("bf16")
 NORM = Kernel("kernels.norm.triton.normalize", "0a1b2c3d")

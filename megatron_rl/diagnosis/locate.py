@@ -16,6 +16,10 @@ import numpy as np
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.canary import LONGEST, LONGEST_ON_CPU, find_emulated, make_prompts, promises_exactness
+from megatron_rl.diagnosis.causes import Finding, describe_stale, diagnose, find_other_precision, find_wrong_bytes
+from megatron_rl.diagnosis.graph_check import read_training_graph
+from megatron_rl.diagnosis.walk import Element, Walk, read_element, walk
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Policy
@@ -26,10 +30,6 @@ from megatron_rl.precision.sketch import name_copy
 from megatron_rl.rollout.engine import RecordingEngine
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.training.canary import LONGEST, LONGEST_ON_CPU, find_emulated, make_prompts, promises_exactness
-from megatron_rl.training.causes import Finding, describe_stale, diagnose, find_other_precision, find_wrong_bytes
-from megatron_rl.training.graph_check import read_training_graph
-from megatron_rl.training.walk import Element, Walk, read_element, walk
 from megatron_rl.types import SamplingParams
 
 DECODED = 4  # tokens of the completion: the first comes from prefill, the others from decoding

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_rl.diagnosis.walk import LOGPROBS, Compared, Element, Walk
 from megatron_rl.distributed import Rank0, gather_from_ranks, get_rank
 from megatron_rl.precision.graph.decoder import LAYER
 from megatron_rl.precision.graph.graph import FORWARD, PrecisionGraph
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.proof import cut_rect, find_differences, offset_rect
-from megatron_rl.training.walk import LOGPROBS, Compared, Element, Walk
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
 

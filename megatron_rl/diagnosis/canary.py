@@ -17,6 +17,7 @@ import torch
 from megatron_rl.batch.draws import mark_draws
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.draws import OtherDraw, find_other_draw
 from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.mcore.actor import Actor
@@ -26,7 +27,6 @@ from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.training.draws import OtherDraw, find_other_draw
 from megatron_rl.types import Generation, SamplingParams
 from parallel.formats import TensorFormat
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from megatron_rl.diagnosis.causes import Finding, describe_stale, diagnose, find_operators, find_other_precision, find_suspects
+from megatron_rl.diagnosis.walk import LOGPROBS, NOISE_MARGIN, Element, Walk, compare
 from megatron_rl.precision.graph.decoder import LayerPrecision, Operator, decoder_graph
 from megatron_rl.precision.graph.graph import TensorPrecision
 from megatron_rl.precision.sketch import RecordedTensor, Sketch
-from megatron_rl.training.causes import Finding, describe_stale, diagnose, find_operators, find_other_precision, find_suspects
-from megatron_rl.training.walk import LOGPROBS, NOISE_MARGIN, Element, Walk, compare
 
 BF16, FP32 = TensorPrecision("bf16"), TensorPrecision("fp32")
 PLAIN = Operator({"x": BF16, "weight": BF16})

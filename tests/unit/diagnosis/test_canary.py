@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.diagnosis.canary import Canary, make_canary, make_prompts
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
-from megatron_rl.training.canary import Canary, make_canary, make_prompts
 from megatron_rl.types import Generation, SamplingParams
 
 PROMPTS = make_prompts(2, 100, 12, seed=0)
