@@ -28,7 +28,7 @@ def solve(problem: dict[str, Any], url: str, field: str = "") -> float:
     with GenericEnvClient(base_url=url, message_timeout_s=3600).sync() as environment:  # agent.timeout is the limit
         result = environment.reset(**problem["columns"])
         tools = [] if field else environment.step({"type": "list_tools"}).observation["tools"]
-        offered = {"tools": [describe(tool) for tool in tools]} if tools else {}
+        offered: dict[str, Any] = {"tools": [describe(tool) for tool in tools]} if tools else {}
         begin = [problem["prompt"], json.dumps(result.observation)] if result.observation else [problem["prompt"]]
         messages: list[Any] = [{"role": "user", "content": "\n\n".join(begin)}]
         while not result.done:

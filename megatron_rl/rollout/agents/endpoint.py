@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from megatron_rl.errors import AbortedError, RunError
 from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, PlannedTurn, Turn
 from megatron_rl.rollout.agents.forms import FORMS, Form, find_form
 from megatron_rl.rollout.agents.messages import MODEL, PolicyRequest, RefusedError
+from megatron_rl.rollout.agents.requests import read_request
 from megatron_rl.rollout.engine import Abort
 
 _THREADS_PER_AGENT = 4
@@ -155,7 +157,7 @@ class AgentEndpoint:
     def _read(self, episode: AgentEpisode, form: Form, body: bytes, use: Callable[[PolicyRequest], T]) -> T | RefusedError:
         """Read a request and return what `use` makes of it. Any error while it is read refuses it."""
         try:
-            request = form.read(episode, body)
+            request = read_request(form.model, episode, body)
         except RefusedError as error:
             return error.copy()
         except Exception as error:
@@ -200,34 +202,31 @@ def _limit_connections(most: int) -> type[H11Protocol]:
     return LimitedProtocol
 
 
+@dataclass(eq=False)
 class _Call:
     """A request and all clients that wait for its response. Used by the server's thread only."""
 
-    def __init__(
-        self,
-        name: str,
-        digest: bytes,
-        abort: Abort,
-        planned: asyncio.Future[PlannedTurn | RefusedError],
-        answer: asyncio.Future[bytes | RefusedError],
-        threads: ThreadPoolExecutor,
-    ) -> None:
-        """`name`: its idempotency key, or "". `digest`: of its path and body. `threads`: in which it is aborted."""
-        self.name, self.digest, self.abort, self.planned, self.answer, self._threads = name, digest, abort, planned, answer, threads
-        self.listeners, self.received = 0, False
-        self._ending: asyncio.TimerHandle | None = None
+    name: str  # its idempotency key, or ""
+    digest: bytes  # of its path and body
+    abort: Abort
+    planned: asyncio.Future[PlannedTurn | RefusedError]
+    answer: asyncio.Future[bytes | RefusedError]
+    threads: ThreadPoolExecutor  # in which it is aborted
+    listeners: int = 0
+    received: bool = False
+    ending: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
         self.listeners += 1
-        if self._ending:
-            self._ending.cancel()
+        if self.ending:
+            self.ending.cancel()
 
     def leave(self, planned: PlannedTurn) -> None:
         """Note that a client no longer waits. After the last one, the engine's request is aborted, unless another client comes."""
         self.listeners -= 1
         planned.call.waiting = bool(self.listeners)
         if not self.listeners and not self.answer.done():
-            self._ending = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._threads.submit, self.abort.request)
+            self.ending = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self.threads.submit, self.abort.request)
 
 
 class _Client:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from starlette.responses import JSONResponse, Response
 
 from megatron_rl.rollout.agents import messages_form, responses_form
-from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
+from megatron_rl.rollout.agents.episode import Turn
 from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import read_chat_request, read_text_request
+from megatron_rl.rollout.agents.requests import ChatRequest, Request, TextRequest
 
 Object = dict[str, Any]
 
@@ -22,7 +22,7 @@ class Form(NamedTuple):
     """One interface."""
 
     path: str
-    read: Callable[[AgentEpisode, bytes], PolicyRequest]
+    model: type[Request]
     describe: Callable[[Turn, PolicyRequest], Object]
     stream: Callable[[Turn, PolicyRequest], list[Object]]
     describe_error: Callable[[RefusedError], Object]
@@ -105,12 +105,12 @@ def _describe_response_error(error: RefusedError) -> Object:
     return {"type": "error", "sequence_number": 0, **{name: parts[name] for name in ("code", "message", "param")}, "error": parts}
 
 
-_CHAT = Form("/v1/chat/completions", lambda _, body: read_chat_request(body), _describe_chat, _stream_chat, _describe_error, False)
+_CHAT = Form("/v1/chat/completions", ChatRequest, _describe_chat, _stream_chat, _describe_error, False)
 FORMS = (
     _CHAT,
-    Form("/v1/completions", lambda _, body: read_text_request(body), _describe_text, _stream_text, _describe_error, False),
-    Form("/v1/responses", responses_form.read, responses_form.describe, responses_form.stream, _describe_response_error, True),
-    Form("/v1/messages", messages_form.read, messages_form.describe, messages_form.stream, messages_form.describe_error, True),
+    Form("/v1/completions", TextRequest, _describe_text, _stream_text, _describe_error, False),
+    Form("/v1/responses", responses_form.ResponseRequest, responses_form.describe, responses_form.stream, _describe_response_error, True),
+    Form("/v1/messages", messages_form.MessagesRequest, messages_form.describe, messages_form.stream, messages_form.describe_error, True),
 )
 
 

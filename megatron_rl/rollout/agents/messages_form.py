@@ -10,10 +10,6 @@ from megatron_rl.rollout.agents import requests
 from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
 from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError, ToolCall, parse_arguments
 
-OPTIONS = requests.Options(
-    ("temperature", "top_p", "top_k", "thinking", "output_config"),
-    ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"),
-)
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
@@ -70,7 +66,11 @@ class _Thinking(requests.Model):
     thinking: str
 
 
-class _MessagesRequest(requests.Request):
+class MessagesRequest(requests.Request):
+    """A request to /v1/messages or /v1/messages/count_tokens."""
+
+    decided = ("temperature", "top_p", "top_k", "thinking", "output_config")
+    labels = ("metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id")
     messages: Annotated[list[_Message], Field(max_length=10_000, fail_fast=True)]
     system: Annotated[str, BeforeValidator(requests.join_texts)] = ""
     tools: requests.Few[_Tool] | None = None
@@ -80,17 +80,12 @@ class _MessagesRequest(requests.Request):
     max_tokens: requests.Count | None = None
     stop_sequences: Annotated[list[requests.Stop] | None, Field(max_length=16)] = None
 
-
-def read(_: AgentEpisode, body: bytes) -> PolicyRequest:
-    """Read a request, or raise RefusedError."""
-    with requests.reading_body(body, _MessagesRequest, OPTIONS) as (values, request):
-        messages = [ConversationMessage("system", request.system)] if request.system else []
-        for message in request.messages:
+    def convert(self, episode: AgentEpisode) -> PolicyRequest:
+        messages = [ConversationMessage("system", self.system)] if self.system else []
+        for message in self.messages:
             messages += _convert(message)
-        request.stop = request.stop_sequences
-        if (choice := request.tool_choice) is not None:
-            values["tool_choice"], request.parallel_tool_calls = choice.type, not choice.disable_parallel_tool_use
-        return requests.make_request(values, request, messages, request.tools or (), request.max_tokens)
+        parallel = not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+        return self.make(messages, self.tools or (), self.max_tokens, stop=tuple(self.stop_sequences or ()), parallel_calls=parallel)
 
 
 def _convert(message: _Message) -> list[ConversationMessage]:

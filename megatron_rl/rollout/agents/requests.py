@@ -8,29 +8,16 @@ surrogates, NaN, or integers of more than 4300 digits. How large a body may be i
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
+from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import MODEL, TEXT, ConversationMessage, PolicyRequest, RefusedError, ToolCall
 
-
-class Options(NamedTuple):
-    """Options of an interface that its model does not read. All further ones are refused, unless their value asks for nothing."""
-
-    run: tuple[str, ...]
-    """Options whose values the run decides, because the policy is trained on what it samples from."""
-    labels: tuple[str, ...]
-    """Options about the handling of a request, which do not change its response, whatever their values."""
-
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_KEYS = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
-_HANDLING = ("store", "metadata", "user", "service_tier", "safety_identifier", *_KEYS)
-COMPLETIONS, RESPONSES = Options(_SAMPLING, _HANDLING), Options((*_SAMPLING, "reasoning"), (*_HANDLING, "client_metadata"))
 _OFF = (None, False, 0, "", "none", "auto", "default", "text")
 _DEFAULTS = {
     **{"n": 1, "best_of": 1, "repetition_penalty": 1, "length_penalty": 1, "skip_special_tokens": True, "verbosity": "medium"},
@@ -118,52 +105,85 @@ class Message(Model):
         return ConversationMessage(role, self.content, calls, self.tool_call_id or "", self.name or "", self.reasoning_content or "")
 
 
+class Request(Model):
+    """The body of a request. Each interface has a model of its own."""
+
+    decided: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "min_p", "seed")
+    """Options whose values the run decides, because the policy is trained on what it samples from."""
+    labels: ClassVar[tuple[str, ...]] = ()
+    """Options about the handling of a request, which do not change its response, whatever their values. All others that are no fields are
+    refused, unless their value asks for nothing."""
+    model: Name | None = None
+    stream: bool | None = None
+
+    def convert(self, episode: AgentEpisode) -> PolicyRequest:
+        """Return what is asked, or raise RefusedError."""
+        raise NotImplementedError
+
+    def make(
+        self, messages: Sequence[ConversationMessage], functions: Sequence[Function], limit: int | None, **others: Any
+    ) -> PolicyRequest:
+        """Return the request of a conversation. `limit`: of sampled tokens. `others`: further fields of `PolicyRequest`."""
+        if not messages or messages[-1].role == "assistant":
+            raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
+        for function in functions:
+            _check_neutral({name: value for name, value in (function.model_extra or {}).items() if name not in _TOOL_LABELS})
+        tools = [{"type": "function", "function": function.describe()} for function in functions]
+        text = json.dumps(tools)
+        json.loads(text, parse_int=_check_number, parse_constant=_check_number)
+        strict = tuple(function.name for function in functions if function.strict)
+        others |= {"strict": strict, "model": self.model or MODEL, "stream": bool(self.stream)}
+        return PolicyRequest(tuple(messages), text, limit, calls_tools=bool(tools), **others)
+
+
 class _StreamOptions(Model):
     include_usage: bool | None = None
 
 
-class Request(Model):
-    model: Name | None = None
+class OpenAIRequest(Request):
+    """What OpenAI's interfaces share."""
+
+    labels: ClassVar[tuple[str, ...]] = (
+        *("store", "metadata", "user", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    )
     stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_as_list)] = None
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
     parallel_tool_calls: bool | None = None
-    _overridden: tuple[str, ...] = PrivateAttr(())
+
+    def make(
+        self, messages: Sequence[ConversationMessage], functions: Sequence[Function], limit: int | None, **others: Any
+    ) -> PolicyRequest:
+        others["include_usage"] = bool(self.stream_options and self.stream_options.include_usage)
+        others["parallel_calls"] = self.parallel_tool_calls is not False
+        return super().make(messages, functions, limit, stop=tuple(self.stop or ()), **others)
 
 
-class _TextRequest(Request):
+class TextRequest(OpenAIRequest):
+    """A request to /v1/completions, with OpenAI's default of 16 tokens."""
+
     prompt: Annotated[str, BeforeValidator(_as_text)]
     max_tokens: Count | None = None
 
+    def convert(self, episode: AgentEpisode) -> PolicyRequest:
+        return self.make([ConversationMessage(TEXT, self.prompt)], (), self.max_tokens or 16)
 
-class _ChatRequest(Request):
+
+class ChatRequest(OpenAIRequest):
+    """A request to /v1/chat/completions."""
+
     messages: Annotated[list[Message], Field(max_length=10_000, fail_fast=True)]
     tools: Few[_Tool] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
 
-
-def read_chat_request(body: bytes | bytearray) -> PolicyRequest:
-    """Read a request to /v1/chat/completions. Raise RefusedError if it is malformed or not supported."""
-    with reading_body(body, _ChatRequest, COMPLETIONS) as (values, request):
-        messages = [message.convert() for message in request.messages]
-        tools = [tool.function for tool in request.tools or ()]
-        limit = request.max_completion_tokens if request.max_tokens is None else request.max_tokens
-        return make_request(values, request, messages, tools, limit)
+    def convert(self, episode: AgentEpisode) -> PolicyRequest:
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.make([message.convert() for message in self.messages], [tool.function for tool in self.tools or ()], limit)
 
 
-def read_text_request(body: bytes | bytearray) -> PolicyRequest:
-    """Read a request to /v1/completions, with OpenAI's default of 16 tokens, or raise RefusedError."""
-    with reading_body(body, _TextRequest, COMPLETIONS) as (values, request):
-        return make_request(values, request, [ConversationMessage(TEXT, request.prompt)], (), request.max_tokens or 16)
-
-
-R = TypeVar("R", bound=Request)
-
-
-@contextmanager
-def reading_body(body: bytes | bytearray, model: type[R], options: Options) -> Iterator[tuple[dict[str, Any], R]]:
-    """Enclose the reading of a body, and yield its fields and the request. Raise RefusedError for options that would change responses."""
+def read_request(model: type[Request], episode: AgentEpisode, body: bytes) -> PolicyRequest:
+    """Read a body. Raise RefusedError if it is malformed, or for options that would change responses."""
     with _reading:
         try:
             values = from_json(body, allow_inf_nan=False, cache_strings="none")
@@ -171,10 +191,12 @@ def reading_body(body: bytes | bytearray, model: type[R], options: Options) -> I
             raise RefusedError(f"the body is not JSON in UTF-8 ({error})", code="invalid_value") from None
         if not isinstance(values, dict):
             raise RefusedError("the body must be a JSON object", code="invalid_value")
-        _check_neutral({name: value for name, value in values.items() if name not in (*model.model_fields, *options.run, *options.labels)})
-        request = validate(model, values)
-        request._overridden = tuple(name for name in options.run if values.get(name) is not None)
-        yield values, request
+        known = (*model.model_fields, *model.decided, *model.labels)
+        _check_neutral({name: value for name, value in values.items() if name not in known})
+        asked, choice = validate(model, values).convert(episode), values.get("tool_choice")
+        calls_tools = asked.calls_tools and (choice.get("type") if isinstance(choice, dict) else choice) != "none"
+        overridden = tuple(name for name in model.decided if values.get(name) is not None)
+        return replace(asked, calls_tools=calls_tools, overridden=overridden)
 
 
 def _check_neutral(values: Mapping[str, Any]) -> None:
@@ -205,34 +227,6 @@ def validate(model: type[M], values: Any, place: str = "") -> M:
         where = ".".join(str(part) for part in (place, *first["loc"]) if part != "")
         rule = "must be an object" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
         raise RefusedError(f"{where}: {rule}", code="invalid_value") from None
-
-
-def make_request(
-    values: Mapping[str, Any], request: Request, messages: Sequence[ConversationMessage], functions: Sequence[Function], limit: int | None
-) -> PolicyRequest:
-    """Return the request of a conversation. `values`: the fields of its body; `limit`: of sampled tokens."""
-    if not messages or messages[-1].role == "assistant":
-        raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
-    for function in functions:
-        _check_neutral({name: value for name, value in (function.model_extra or {}).items() if name not in _TOOL_LABELS})
-    tools = [{"type": "function", "function": function.describe()} for function in functions]
-    text = json.dumps(tools)
-    json.loads(text, parse_int=_check_number, parse_constant=_check_number)
-    options = request.stream_options
-    return PolicyRequest(
-        tuple(messages),
-        text,
-        limit,
-        tuple(request.stop or ()),
-        calls_tools=bool(tools) and values.get("tool_choice") != "none",
-        parallel_calls=request.parallel_tool_calls is not False,
-        strict=tuple(function.name for function in functions if function.strict),
-        overridden=request._overridden,
-        model=request.model or MODEL,
-        stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        instructions=values.get("instructions"),
-    )
 
 
 def _check_number(text: str) -> None:

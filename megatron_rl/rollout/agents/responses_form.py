@@ -32,7 +32,11 @@ class _ReasoningItem(requests.Model):
     content: Annotated[str, BeforeValidator(requests.join_texts)] = ""
 
 
-class _ResponseRequest(requests.Request):
+class ResponseRequest(requests.OpenAIRequest):
+    """A request to /v1/responses."""
+
+    decided = (*requests.OpenAIRequest.decided, "reasoning")
+    labels = (*requests.OpenAIRequest.labels, "client_metadata")
     input: Annotated[list[dict[str, Any]], Field(max_length=10_000, fail_fast=True), BeforeValidator(_as_items)]
     tools: requests.Few[_Tool] | None = None
     instructions: str | None = None
@@ -41,16 +45,13 @@ class _ResponseRequest(requests.Request):
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
 
-
-def read(episode: AgentEpisode, body: bytes) -> PolicyRequest:
-    """Read a request, or raise RefusedError."""
-    with requests.reading_body(body, _ResponseRequest, requests.RESPONSES) as (values, request):
-        messages = [ConversationMessage("system", request.instructions)] if request.instructions else []
-        earlier = episode.find_turn(request.previous_response_id).messages if request.previous_response_id else ()
+    def convert(self, episode: AgentEpisode) -> PolicyRequest:
+        messages = [ConversationMessage("system", self.instructions)] if self.instructions else []
+        earlier = episode.find_turn(self.previous_response_id).messages if self.previous_response_id else ()
         messages += [message for message in earlier if not (messages and message.role == "system")]
-        for item in request.input:
+        for item in self.input:
             _append_item(messages, item)
-        return requests.make_request(values, request, messages, request.tools or (), request.max_output_tokens)
+        return self.make(messages, self.tools or (), self.max_output_tokens, instructions=self.instructions)
 
 
 def _append_item(messages: list[ConversationMessage], item: dict[str, Any]) -> None:

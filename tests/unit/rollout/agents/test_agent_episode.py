@@ -12,7 +12,7 @@ from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
 from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import read_chat_request
+from megatron_rl.rollout.agents.requests import ChatRequest, read_request
 from megatron_rl.rollout.groups import RolloutBatch, assign_rewards
 from megatron_rl.rollout.metrics import compute_rollout_metrics
 from megatron_rl.training.samples import list_owners, to_training_samples
@@ -34,7 +34,7 @@ class Conversation:
         names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
         letters = roles or "ua" * len(contents)
         messages = [{"role": names[role], "content": content} for role, content in zip(letters, contents, strict=False)]
-        return self.send(read_chat_request(json.dumps({"messages": messages, **options}).encode()))
+        return self.send(read_request(ChatRequest, self.episode, json.dumps({"messages": messages, **options}).encode()))
 
     def send(self, request: PolicyRequest) -> str:
         planned = self.episode.plan(request)

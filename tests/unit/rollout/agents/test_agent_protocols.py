@@ -14,9 +14,9 @@ from openai.types.responses import response_create_params
 from support.agents import PROBLEM, ChatTokenizer, Policy, config
 
 from megatron_rl.config.data import DataConfig
-from megatron_rl.rollout.agents import messages_form, requests, responses_form
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.episode import AgentEpisode
+from megatron_rl.rollout.agents.forms import FORMS
 from megatron_rl.rollout.agents.messages import fits_schema
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.types import SamplingParams
@@ -53,23 +53,21 @@ def test_every_option_of_the_clients_has_a_row(path):
     assert set(typing.get_type_hints(load_schemas()[path])) <= set().union(*read_tables()[path])
 
 
-MODELS = {
-    "/chat/completions": (requests._ChatRequest, requests.COMPLETIONS),
-    "/completions": (requests._TextRequest, requests.COMPLETIONS),
-    "/responses": (responses_form._ResponseRequest, requests.RESPONSES),
-    "/messages": (messages_form._MessagesRequest, messages_form.OPTIONS),
-}
+MODELS = {form.path.removeprefix("/v1"): form.model for form in FORMS}
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_tables_are_what_the_code_does(path, desk):
-    honored, run, labels, refused = read_tables()[path]
-    model, options = MODELS[path]
-    assert (run, labels) == (set(options.run), set(options.labels))
+    tables = read_tables()
+    honored, run, labels, refused = tables[path]
+    others = set().union(*(row for table in tables.values() for row in table)) - set().union(*tables[path])  # of the other interfaces
+    model = MODELS[path]
+    assert (run, labels) == (set(model.decided), set(model.labels))
     assert honored - set(model.model_fields) <= {"tool_choice"} and not (run | labels | refused) & honored
-    for name in refused | {"unknown"}:
+    for name in refused | others | {"unknown"}:
         status, answer = desk.post(path, {**BODIES[path], name: {"a": 1}})
         assert status == 400 and f"{name}: " in json.dumps(answer), name
+    for name in refused:
         assert desk.post(path, {**BODIES[path], name: None})[0] == 200, name
     for name in labels | (run - set(model.model_fields)):
         assert desk.post(path, {**BODIES[path], name: {"a": 1}})[0] == 200, name
