@@ -92,12 +92,8 @@ def _count_parts(model: ModelGeometry, layout: Layout, stage: int) -> dict[str, 
     """Return how often a stage holds each part of a model: the embedding, a layer of each kind, and what follows the layers."""
     first, last = stage == 0, stage == layout.pp - 1
     counts = {str(kind): count for kind, count in enumerate(count_layer_kinds(model, layout, stage))}
-    # the last stage keeps its own copy of a tied embedding
-    return (
-        counts
-        | {_EMBEDDING: first + (last and not first and model.tied)}
-        | dict.fromkeys((_OUTPUT, _FINAL_NORM, MEGATRON_PREFIX), int(last))
-    )
+    counts[_EMBEDDING] = first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied one
+    return counts | dict.fromkeys((_OUTPUT, _FINAL_NORM, MEGATRON_PREFIX), int(last))
 
 
 def _part_of(shard: Shard) -> str:

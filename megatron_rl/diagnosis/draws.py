@@ -40,15 +40,12 @@ _SUCCESSIVE = declare("draws/successive", f"correlation of {_NUMBERS.format('suc
 _POSITION = declare("draws/same_position", f"correlation of {_NUMBERS.format('tokens at the same position')}", "number", _PANEL)
 _TOKEN = declare("draws/token", "evidence that the most conspicuous token is drawn too often or too seldom", "nats")
 _DEPENDENT = "{} are drawn with random numbers that depend on each other"
-_MEANINGS = (
-    (
-        "the tokens are more probable than draws from their distribution are",
-        "the tokens are less probable than draws from their distribution are",
-    ),
-    (_DEPENDENT.format("successive tokens"),) * 2,
-    (_DEPENDENT.format("tokens at the same position of different samples"),) * 2,
-)
-"""What a sum below and above its bound means."""
+_SUMS = {
+    _SURPRISE: [f"the tokens are {how} probable than draws from their distribution are" for how in ("more", "less")],
+    _SUCCESSIVE: [_DEPENDENT.format("successive tokens")] * 2,
+    _POSITION: [_DEPENDENT.format("tokens at the same position of different samples")] * 2,
+}
+"""What each sum means below and above its bound."""
 OtherDraw = tuple[int, int, int, int]
 """(sample, position, sampled token, recomputed token)."""
 _Token = tuple[float, int, float, float, int]
@@ -62,10 +59,10 @@ class DrawFacts:
     tokens: int = 0
     other: int = 0
     filtered: int = 0
+    pairs: int = 0
     surprise: float = 0.0
     variance: float = 0.0
     successive: float = 0.0
-    pairs: int = 0
     longest: int = 0
     first_other: OtherDraw | None = None
     first_filtered: tuple[int, int, str] | None = None  # sample, position, and what is wrong
@@ -120,16 +117,9 @@ class _Rows(SimpleNamespace):
         others, rules = np.flatnonzero(self.find_other()), self.find_filtered(sampling, exact)
         filtered = np.flatnonzero(np.any([*rules.values()], 0))
         adjacent = np.flatnonzero(np.diff(self.place) == 1)
-        facts = DrawFacts(
-            len(self.place),
-            len(others),
-            len(filtered),
-            float((-self.logprob - self.entropy).sum()),
-            float(self.variance.sum()),
-            float((self.centered[adjacent] * self.centered[adjacent + 1]).sum()),
-            len(adjacent),
-            int(self.positions.max(initial=0)),
-        )
+        sums = -self.logprob - self.entropy, self.variance, self.centered[adjacent] * self.centered[adjacent + 1]
+        counts = len(self.place), len(others), len(filtered), len(adjacent)
+        facts = DrawFacts(*counts, *(float(values.sum()) for values in sums), longest=int(self.positions.max(initial=0)))
         for first in others[:1]:
             facts.first_other = (*map(int, (self.samples[first], self.positions[first], self.token[first], self.drawn[first])),)  # type: ignore
         for first in filtered[:1]:
@@ -213,14 +203,14 @@ class DrawCheck:
     def _judge(self, facts: DrawFacts, token: _Token, vocabulary: int, equal_excess: float) -> tuple[dict[str, float], dict[str, str]]:
         """Return the metrics of a step, and a line for each test that fails, by its metric."""
         values, deviations = self._sums[:3], self._sums[3:].clamp(min=1e-9).sqrt()
-        scores = dict(zip((_SURPRISE, _SUCCESSIVE, _POSITION), (values / deviations).tolist(), strict=True))
+        scores = dict(zip(_SUMS, (values / deviations).tolist(), strict=True))
         level = math.log(2 * _TESTS / FALSE_ALARMS)
         scale = 1.0, 1.0, 2 * self._most  # of the terms' tails
         bounds = [math.sqrt(2 * level) + level * tail / deviation for tail, deviation in zip(scale, deviations.tolist(), strict=True)]
         failed = self._name_tokens(facts)
-        for (name, score), bound, what in zip(scores.items(), bounds, _MEANINGS, strict=True):
+        for (name, score), bound in zip(scores.items(), bounds, strict=True):
             if abs(score) > bound and not self._selects:
-                failed[name] = f"{name} = {score:.1f}, bound {bound:.1f}: {what[score > 0]}"
+                failed[name] = f"{name} = {score:.1f}, bound {bound:.1f}: {_SUMS[name][score > 0]}"
         surprise, number, count, expected, _ = token
         if surprise > level + math.log(vocabulary) and not self._selects:
             failed[_TOKEN] = f"draws/token: token {number} was drawn {count:.0f} times where its probabilities give {expected:.1f}"

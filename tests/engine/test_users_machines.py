@@ -179,7 +179,6 @@ CASES = [
     Case("no HOME", unset=("HOME", "USER", "LOGNAME")),
     Case("HF_HOME read-only", env={"HF_HOME": "{folder}/cache"}, before=READ_ONLY, outer=("unshare", "-m"), needs=needs_mounts),
     Case("code read-only", before=READ_ONLY_CODE, outer=("unshare", "-m"), needs=needs_mounts),
-    Case("locale C", env={"LC_ALL": "C"}),
     Case("locale C and umlauts", env={"LC_ALL": "C"}, subfolder=UMLAUTS),
     Case(
         "locale GBK",
