@@ -63,6 +63,8 @@ _ONLY_AS_GOLD = (
 """Operations that take SymPy seconds or more, and what math-verify overlooks. Only a gold answer that has them lets an answer have them."""
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])|[\u0400-\u04ff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]{2}")
 
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off; the pool's covers more
+
 
 def reward(text: str, problem: Problem, *, thinking: ThoughtMarkers | None = DEFAULT_MARKERS) -> Reward:
     """Return 1.0 if the answer that `text` states last equals `problem.answer`, else 0.0. A thought between the markers `thinking` is not
@@ -170,10 +172,9 @@ def _read_number(stated: Statement) -> Number | None:
     content = _LEAD.sub("", strip_wrapping(stated))
     content = _DECIMAL_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}{match[3]}", content)
     content = _THOUSANDS_DOTS.sub(lambda match: match[1].replace(".", ""), content)
-    number = parse_number(_ASSIGNED.sub("", content))
     if HEDGE.search(content):
         return None
-    if number is not None:
+    if (number := parse_number(_ASSIGNED.sub("", content))) is not None:
         return number
     if _EQUATION.search(content) and not _SYMBOL.search(content):
         return parse_number(_EQUATION.split(content)[-1]) if not stated.explicit or _holds(content) else None
@@ -260,33 +261,26 @@ def _depth(content: str) -> int:
 def _verify(gold: str, content: str) -> bool:
     if content == gold:
         return True
-    expected, verify = _parsed_gold(gold), _math_verify()
-    if not expected:
+    from math_verify import parse, verify  # takes seconds
+
+    if not (expected := _parsed_gold(gold)):
         raise _UnreadableGoldError
     if falling := _FALLING.fullmatch(content):  # math-verify reads only rising chains
         content = "".join(part.replace(">", "<").replace(r"\g", r"\l").replace("≥", "≤") for part in reversed(falling.groups()))
-    stated = verify.parse(rf"\boxed{{{content}}}", parsing_timeout=None)
+    stated = parse(rf"\boxed{{{content}}}", parsing_timeout=None)
     rounding = 6 if re.search("[A-Za-z/]", gold) else 12  # decimals may stand for roots and fractions, not for integers
-    return bool(verify.verify(expected, stated, rounding, timeout_seconds=None, allow_set_relation_comp=True))
+    return bool(verify(expected, stated, rounding, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
     r"""Parse the gold answer with math-verify. It is wrapped in `\boxed{}` because math-verify would overlook bare LaTeX."""
-    parsed: list[Any] = _math_verify().parse(gold if r"\boxed" in gold else rf"\boxed{{{gold}}}", parsing_timeout=None)
+    from math_verify import parse
+
+    parsed: list[Any] = parse(gold if r"\boxed" in gold else rf"\boxed{{{gold}}}", parsing_timeout=None)
     return parsed
 
 
 def prepare() -> None:
     """Load math-verify and its grammar, which takes seconds. A worker calls this before its first sample."""
     _verify("x", "y")
-
-
-@functools.cache
-def _math_verify() -> Any:
-    """Import the library on first use. Its own timeouts are off, because the pool's timeout covers more, and so is its warning about
-    that."""
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
