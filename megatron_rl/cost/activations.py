@@ -142,8 +142,9 @@ def _tree_sum_bytes(shapes: RankShapes) -> float:
     holds and receives and their sums with `precision.reduction = "ranks"`; 0 for other reductions."""
     model, layout, b = shapes.job.model, shapes.layout, shapes.job.high_bytes
     if shapes.job.contract.sums_by_ranks:
-        parts = count_parts(layout.tp, shapes.job.config.rollout.tp)
-        return shapes.tokens * model.hidden * b * (parts // layout.tp * (2 if layout.tp > 1 else 1) + 1) if parts > 1 else 0
+        slices = count_parts(layout.tp, shapes.job.config.rollout.tp) // layout.tp
+        copies = 1 if layout.tp == 1 else 2 if slices == 1 else 3  # computed, laid out for the exchange, received
+        return (shapes.tokens * copies * slices + shapes.rows) * model.hidden * b if slices * layout.tp > 1 else 0
     if not shapes.job.contract.sums_by_tree:
         return 0
     sums = shapes.tokens * model.hidden * (4 + (4 if layout.tp > 1 else b))
@@ -158,7 +159,12 @@ def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -
     """Return the activation memory of a pass without gradients: the larger of one layer and the logits."""
     layout = candidate.train
     shapes = _make_shapes(job, layout)
-    layer = max(size for _, size, _ in _stage_layers(shapes, layout, stage)) + (_tree_sum_bytes(shapes) or _adapter_output_bytes(shapes))
+    layer = max(size for _, size, _ in _stage_layers(shapes, layout, stage))
+    sums = _tree_sum_bytes(shapes)
+    if job.contract.sums_by_ranks:  # a sum is no peak by itself: a layer keeps two results that are freed by then
+        layer += max(sums - 2 * shapes.tokens * job.model.hidden * job.high_bytes, 0)
+    else:
+        layer += sums or _adapter_output_bytes(shapes)
     return max(layer, count_logits(shapes, False) if stage == layout.pp - 1 else 0)
 
 

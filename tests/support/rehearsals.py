@@ -74,7 +74,7 @@ CASES = {
     "doubled_activation": (TWO, TINY),
     "gather_in_wrong_group": (TWO, TINY),
     "gather_among_context_ranks": (CP, TINY),
-    "ranks": ([*DEEP_GEMM, *RANKS], TINY),
+    "ranks": ([*TWO, *DEEP_GEMM, *RANKS], TINY),
     "ranks, bf16": ([*BF16, *DEEP_GEMM, *RANKS], TINY),
     "ranks, splits": ([*DEEP_GEMM, *RANKS], TINY | {"head_dim": 64}),
     "refused_scales": ([*DEEP_GEMM, *SPREAD], TINY),
