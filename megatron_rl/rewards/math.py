@@ -47,7 +47,7 @@ _DETAIL = re.compile(rf"({NUMBER.pattern}(?:\s+(?!(?:and|or|than|by|of|to|times|
 _SAYS_MORE = re.compile(r"(?<!\\)\b(?:not|wrong|is|are|isn't|but|than|incorrect|except|most|least|any|all|every|between)\b", re.IGNORECASE)
 _INTERVAL = re.compile(r"\s*(?:[a-z]\s*\\in\b\s*)?(?:\\left)?\s*[(\[]")
 _SET, _TUPLE = re.compile(r"\W*\\\{"), re.compile(r"(?:\\left)?\((?!.*\)\s*,)")
-_FALLING = re.compile(r"([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=\\]+)(>=?|\\g(?:eq?|t)(?![a-z])|≥)([^<>=]+)")
+_ORDER = re.compile(r"(<=?|>=?|\\[lg](?:eq?|t)(?![a-z])|[≤≥])")
 _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?![A-Za-z])")
 _EQUATION = re.compile(r"(?<![<>!\\])=(?!=)")
 _MATH_PARTS = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
@@ -265,11 +265,31 @@ def _verify(gold: str, content: str) -> bool:
 
     if not (expected := _parsed_gold(gold)):
         raise _UnreadableGoldError
-    if falling := _FALLING.fullmatch(content):  # math-verify reads only rising chains
-        content = "".join(part.replace(">", "<").replace(r"\g", r"\l").replace("≥", "≤") for part in reversed(falling.groups()))
+    if r"\cup" in gold and all(map(_ORDER.search, content.split(","))):
+        content = r"\cup ".join(map(_to_interval, content.split(",")))
+    elif len(chain := _read_chain(content)) == 5:
+        content = "".join(chain)
     stated = parse(rf"\boxed{{{content}}}", parsing_timeout=None)
     rounding = 6 if re.search("[A-Za-z/]", gold) else 12  # decimals may stand for roots and fractions, not for integers
     return bool(verify(expected, stated, rounding, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+def _read_chain(content: str) -> list[str]:
+    """Return the terms and signs of `1 < x <= 3` or `3 >= x > 1`, rising, because math-verify reads no chain that falls."""
+    parts = _ORDER.split(content)
+    if all(re.match(r">|≥|\\g", sign) for sign in parts[1::2]):
+        parts = [part.replace(">", "<").replace(r"\g", r"\l").replace("≥", "≤") for part in reversed(parts)]
+    return parts
+
+
+def _to_interval(relation: str) -> str:
+    """Return `x <= 3`, `1 < x`, or `1 < x <= 3` as an interval."""
+    parts = _read_chain(relation)
+    if len(parts) == 3:
+        parts = [r"-\infty", "<", *parts] if re.fullmatch(r"\s*[a-z]\s*", parts[0]) else [*parts, "<", r"\infty"]
+    low, above, *_, below, high = parts
+    is_open = re.compile(r"<$|\\lt?$")
+    return f"{'(' if is_open.match(above) else '['}{low},{high}{')' if is_open.match(below) else ']'}"
 
 
 @functools.lru_cache(maxsize=4096)
