@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_rl.config.agent import AgentConfig
@@ -42,10 +42,7 @@ _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream
 _LOOP_TURNS = 20  # iterations of the event loop, after which all clients are noticed that have left before; about 6 are needed
 _LEFT_STATUS = 499  # as nginx logs it
 _MOST_REQUESTS = 64  # number of requests of an episode in flight
-_BODY_BYTES, _BYTES_PER_TOKEN = (
-    1 << 20,
-    4 * CHARACTERS_PER_TOKEN,
-)  # so many bytes a body may have, and per token
+_BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 4 * CHARACTERS_PER_TOKEN  # so many bytes a body may have, and per token
 _MOST_BODIES, _DISCARDED = 4, 16  # as multiples of that: what an episode may have in flight, and what is read of a body
 _FIRST_REQUEST_SECONDS = 10.0  # a connection without a request is closed after them; uvicorn limits the pauses between requests
 _STOP_SECONDS = 10
@@ -119,7 +116,7 @@ class AgentEndpoint:
             raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
         return client
 
-    async def _answer_request(self, form: Form, http: Request) -> Response:
+    async def _answer_request(self, form: Form, http: Request) -> ASGIApp:
         client = self._find_client(http)
         try:
             async with client.receiving(http, self._most_bytes) as body:
@@ -130,7 +127,7 @@ class AgentEndpoint:
                 planned = await call.planned
         except ClientDisconnect:
             return Response(status_code=_LEFT_STATUS)
-        return _Delivery(client.episode, call, form) if isinstance(planned, PlannedTurn) else form.refuse(planned)
+        return partial(_deliver, client.episode, call, form) if isinstance(planned, PlannedTurn) else form.refuse(planned)
 
     async def _count_tokens(self, http: Request) -> Response:
         client, form = self._find_client(http), find_form(http.url.path)
@@ -143,9 +140,13 @@ class AgentEndpoint:
         run, abort = asyncio.get_running_loop().run_in_executor, Abort()
         planned = run(self._readers, self._read, client.episode, form, body, client.episode.plan)
 
+        def sample(turn: PlannedTurn) -> bytes:
+            return form.write(self._answer(client.episode, turn, abort), turn.request)
+
         async def answer() -> bytes | RefusedError:
-            turn = await planned
-            result = await run(self._threads, self._sample, client.episode, form, turn, abort) if isinstance(turn, PlannedTurn) else turn
+            result: PlannedTurn | bytes | RefusedError = await planned
+            if isinstance(result, PlannedTurn):
+                result = await run(self._threads, self._guard, client.episode, abort, partial(sample, result))
             if isinstance(result, RefusedError):
                 client.calls.remove(call)  # it may be sent again
             return result
@@ -163,9 +164,6 @@ class AgentEndpoint:
         except Exception as error:
             return RefusedError(f"the request cannot be read ({type(error).__name__})", code="invalid_value")
         return self._guard(episode, Abort(), lambda: use(request))
-
-    def _sample(self, episode: AgentEpisode, form: Form, planned: PlannedTurn, abort: Abort) -> bytes | RefusedError:
-        return self._guard(episode, abort, lambda: form.write(self._answer(episode, planned, abort), planned.request))
 
     def _guard(self, episode: AgentEpisode, abort: Abort, work: Callable[[], T]) -> T | RefusedError:
         """Return what `work` returns, or its refusal. Any other error is the run's, whatever its type: it ends the episode and is raised
@@ -279,43 +277,38 @@ class _Client:
             self._bytes -= len(body)
 
 
-class _Delivery(Response):
-    """The response to one client that waits for a call. The headers of a stream are sent at once, and comments until its events follow."""
-
-    def __init__(self, episode: AgentEpisode, call: _Call, form: Form) -> None:
-        self._episode, self._call, self._form = episode, call, form
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call, planned = self._call, self._call.planned.result()
-        assert isinstance(planned, PlannedTurn)
-        stream, gone = planned.request.stream, asyncio.ensure_future(_wait_until_gone(receive))
-        either: list[asyncio.Future[Any]] = [call.answer, gone]
-        try:
+async def _deliver(episode: AgentEpisode, call: _Call, form: Form, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the response to one client that waits for a call. The headers of a stream are sent at once, and comments until its events
+    follow."""
+    planned = call.planned.result()
+    assert isinstance(planned, PlannedTurn)
+    stream, gone = planned.request.stream, asyncio.ensure_future(_wait_until_gone(receive))
+    either: list[asyncio.Future[Any]] = [call.answer, gone]
+    try:
+        if stream:
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        while not (call.answer.done() or gone.done()):
             if stream:
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            while not (call.answer.done() or gone.done()):
-                if stream:
-                    await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-                await asyncio.wait(either, timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            await _notice_who_left(gone)
-            if gone.done():
-                return
-            result = call.answer.result()
-            if isinstance(result, bytes):
-                self._episode.receive(planned.call)
-                call.received = True
-            elif stream:
-                result = self._form.encode([self._form.describe_error(result)])
-            else:
-                await self._form.refuse(result)(scope, receive, send)
-                return
-            if stream:
-                await send({"type": "http.response.body", "body": result})
-            else:
-                await Response(result, media_type="application/json")(scope, receive, send)
-        finally:
-            gone.cancel()
-            call.leave(planned)
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await asyncio.wait(either, timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await _notice_who_left(gone)
+        if gone.done():
+            return
+        result = call.answer.result()
+        if isinstance(result, bytes):
+            episode.receive(planned.call)
+            call.received = True
+            response = Response(result, media_type="application/json")
+        else:
+            response = form.refuse(result)
+        if stream:
+            body = result if isinstance(result, bytes) else form.encode([form.describe_error(result)])
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await response(scope, receive, send)
+    finally:
+        gone.cancel()
+        call.leave(planned)
 
 
 async def _notice_who_left(gone: asyncio.Future[None] | None = None) -> None:

@@ -46,52 +46,43 @@ def _describe_chat(turn: Turn, request: PolicyRequest) -> Object:
     message: Object = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
     message |= {"reasoning_content": said.thought} if said.thought else {}
     message |= {"tool_calls": [call.to_openai() for call in said.tool_calls]} if said.tool_calls else {}
-    (choice,) = _make_choices(turn, "tool_calls" if said.tool_calls else turn.generation.finish_reason, [{"message": message}])
-    return {**_start(f"chatcmpl-{turn.number}", "chat.completion", request), "choices": [choice], "usage": _count(turn)}
+    return _describe("chatcmpl", "chat.completion", turn, request, {"message": message})
 
 
 def _stream_chat(turn: Turn, request: PolicyRequest) -> list[Object]:
-    choice = _describe_chat(turn, request)["choices"][0]
-    delta = choice["message"]
+    delta = _describe_chat(turn, request)["choices"][0]["message"]
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    common = _start(f"chatcmpl-{turn.number}", "chat.completion.chunk", request)
-    return _make_chunks(common, _make_choices(turn, choice["finish_reason"], [{"delta": delta}, {"delta": {}}]), turn, request)
+    return _stream("chatcmpl", "chat.completion.chunk", turn, request, [{"delta": delta}, {"delta": {}}])
 
 
 def _describe_text(turn: Turn, request: PolicyRequest) -> Object:
-    (choice,) = _make_choices(turn, turn.generation.finish_reason, [{"text": turn.messages[-1].content}])
-    return {**_start(f"cmpl-{turn.number}", "text_completion", request), "choices": [choice], "usage": _count(turn)}
+    return _describe("cmpl", "text_completion", turn, request, {"text": turn.messages[-1].content})
 
 
 def _stream_text(turn: Turn, request: PolicyRequest) -> list[Object]:
-    choices = _make_choices(turn, turn.generation.finish_reason, [{"text": turn.messages[-1].content}, {"text": ""}])
-    return _make_chunks(_start(f"cmpl-{turn.number}", "text_completion", request), choices, turn, request)
+    return _stream("cmpl", "text_completion", turn, request, [{"text": turn.messages[-1].content}, {"text": ""}])
 
 
-def _start(name: str, kind: str, request: PolicyRequest) -> Object:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+def _describe(name: str, kind: str, turn: Turn, request: PolicyRequest, part: Object) -> Object:
+    """Return a response of OpenAI's completions with one choice, and its end as SGLang describes it: the stop text or the end token."""
+    before, sampled = turn.prompt_tokens, turn.generation.output_ids_T
+    token = int(sampled[-1]) if len(sampled) and turn.generation.finish_reason == "stop" else None
+    finish = "tool_calls" if turn.messages[-1].tool_calls else turn.generation.finish_reason
+    usage = {"prompt_tokens": before, "completion_tokens": len(sampled), "total_tokens": before + len(sampled)}
+    choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish, "matched_stop": turn.stop or token}
+    start = {"id": f"{name}-{turn.number}", "object": kind, "created": int(time.time()), "model": request.model}
+    return {**start, "choices": [choice], "usage": usage}
 
 
-def _count(turn: Turn) -> Object:
-    before, sampled = turn.prompt_tokens, len(turn.generation.output_ids_T)
-    return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
-
-
-def _make_choices(turn: Turn, finish: str, parts: list[Object]) -> list[Object]:
-    """Return the choices that hold the parts of a response. The last one has its end, with the stop text or the end token, as SGLang's."""
-    sampled = turn.generation.output_ids_T
-    ended = len(sampled) > 0 and turn.generation.finish_reason == "stop"
-    ends: list[Object] = [{"finish_reason": None}] * (len(parts) - 1)
-    ends.append({"finish_reason": finish, "matched_stop": turn.stop or (int(sampled[-1]) if ended else None)})
-    return [{"index": 0, **part, "logprobs": None, **end} for part, end in zip(parts, ends, strict=True)]
-
-
-def _make_chunks(common: Object, choices: list[Object], turn: Turn, request: PolicyRequest) -> list[Object]:
-    chunks = [{**common, "choices": [choice]} for choice in choices]
+def _stream(name: str, kind: str, turn: Turn, request: PolicyRequest, parts: list[Object]) -> list[Object]:
+    """Return the chunks of a response, whose last part has its end."""
+    chunks = [_describe(name, kind, turn, request, part) for part in parts]
+    for chunk in chunks[:-1]:
+        chunk["choices"][0] |= {"finish_reason": None, "matched_stop": None}
     if request.include_usage:
-        return [*({**chunk, "usage": None} for chunk in chunks), {**common, "choices": [], "usage": _count(turn)}]
-    return chunks
+        return [*({**chunk, "usage": None} for chunk in chunks), {**chunks[-1], "choices": []}]
+    return [{name: value for name, value in chunk.items() if name != "usage"} for chunk in chunks]
 
 
 def _describe_error(error: RefusedError) -> Object:
