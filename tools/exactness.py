@@ -39,9 +39,10 @@ from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.model import build_model, freeze, start_megatron
+from megatron_rl.mcore.base.names import freeze
+from megatron_rl.mcore.checkpoint.export import convert
+from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.weights.cache_scales import renew_scales
-from megatron_rl.mcore.weights.export import convert
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact

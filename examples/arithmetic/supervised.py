@@ -21,9 +21,9 @@ from megatron_rl.hf.prompt_tokens import encode_prompt
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
+from megatron_rl.mcore.checkpoint.export import convert
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.passes.replicas import select_own
-from megatron_rl.mcore.weights.export import convert
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.observability.console import format_left
 from megatron_rl.precision.contract import PrecisionContract

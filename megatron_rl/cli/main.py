@@ -215,7 +215,7 @@ def export(
         raise UserError("--tensor-parallel", tensor_parallel, "only applies with --align", "add --align 128")
     require_packages("export", *_TRAINING[:2])
     from megatron_rl.hf.align import Alignment
-    from megatron_rl.mcore.weights.export import export_checkpoint
+    from megatron_rl.mcore.checkpoint.export import export_checkpoint
 
     alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
     export_checkpoint(checkpoint, output, precision, alignment)

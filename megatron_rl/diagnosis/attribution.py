@@ -22,8 +22,8 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.mcore.passes import reduce
-from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.metrics import declare
 from parallel.formats import TensorFormat
 

@@ -21,8 +21,8 @@ from megatron_rl.diagnosis.draws import OtherDraw, find_other_draw
 from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import MismatchError, RunError
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.passes import reduce
-from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.mcore.passes.replicas import share_out
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.exactness import list_inexact
@@ -53,7 +53,7 @@ class Canary:
         self, actor: Actor, prompts_B: list[np.ndarray], sampling: SamplingParams, bound: float, emulated: TensorFormat | None = None
     ) -> None:
         """Create the canary. `bound` is the largest allowed |log p trainer - log p engine| in nats, and `emulated` the engine's format if
-        only the engine is quantized and the trainer emulates it (`mcore.passes.engine_emulation`)."""
+        only the engine is quantized and the trainer emulates it (`mcore.engine_emulation`)."""
         self._actor, self._prompts_B, self._sampling, self._bound, self._emulated = actor, prompts_B, sampling, bound, emulated
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-canary")
         self._answers: Future[list[list[Generation]]] | None = None

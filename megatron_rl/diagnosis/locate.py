@@ -22,9 +22,9 @@ from megatron_rl.diagnosis.graph_check import read_training_graph
 from megatron_rl.diagnosis.walk import Element, Walk, read_element, walk
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.activation_hooks import ActivationRecorder
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.passes.activation_hooks import ActivationRecorder
-from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.precision.sketch import name_copy
 from megatron_rl.rollout.engine import RecordingEngine

@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import Rank0, gather_bytes, gather_from_ranks, is_rank0
+from megatron_rl.mcore.activation_hooks import ActivationRecorder, record_activations
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.passes.activation_hooks import ActivationRecorder, record_activations
 from megatron_rl.precision.sketch import (
     RecordedTensor,
     Recording,

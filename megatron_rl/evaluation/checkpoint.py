@@ -19,8 +19,8 @@ from megatron_rl.hf.files import read_config, read_end_tokens
 from megatron_rl.hf.hub import fetch_model, pin_hub_model
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import write_all_but_weights
+from megatron_rl.mcore.checkpoint.export import convert, read_settings, write_for_engine
 from megatron_rl.mcore.checkpoint.run_weights import read_state
-from megatron_rl.mcore.weights.export import convert, read_settings, write_for_engine
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan

@@ -18,17 +18,17 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.base.master_slices import flatten_chained
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks, global_name, iter_modules
+from megatron_rl.mcore.base.two_batch import run_in_turns
 from megatron_rl.mcore.layers.linear.output_layer import Entropy, score_positions
 from megatron_rl.mcore.layers.moe.experts import free_frozen_operands
 from megatron_rl.mcore.layers.moe.router import ModelRouters
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes
 from megatron_rl.mcore.layers.mtp import Lookahead, copy_embedding
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers, start_gathers, wrap_chunks
-from megatron_rl.mcore.optim.master_slices import flatten_chained
 from megatron_rl.mcore.optim.optimizer import LearningRateSchedule, OptimizerOffloader, build_optimizer
 from megatron_rl.mcore.optim.quantizing_optimizer import check_finite
-from megatron_rl.mcore.optim.step_response import StepResponse
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.draws import DrawRecord, Draws
@@ -36,7 +36,7 @@ from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
 from megatron_rl.mcore.passes.sampled_scores import SampledScores
-from megatron_rl.mcore.passes.two_batch import run_in_turns
+from megatron_rl.mcore.weights.step_response import StepResponse
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
 from parallel.formats import BLOCK

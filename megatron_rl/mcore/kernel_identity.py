@@ -25,8 +25,8 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedNorm
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
+from megatron_rl.mcore.layers.linear.norms import RMSNorm
 from megatron_rl.mcore.layers.moe.experts import TreeDispatcher
-from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.spec import ClampedSwiGLU, SwiGLU
 from megatron_rl.precision import int8
 from megatron_rl.precision.graph.kernels import (

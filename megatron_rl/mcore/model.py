@@ -17,13 +17,13 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.config.launch import read_launch
 from megatron_rl.distributed.launch_store import join_ranks
 from megatron_rl.errors import as_user_error
+from megatron_rl.mcore.base.names import ModelChunks
 from megatron_rl.mcore.layers.attention.yarn import extend_frequencies
 from megatron_rl.mcore.layers.linear.high_precision import Embedding
+from megatron_rl.mcore.layers.linear.norms import connect_norms
 from megatron_rl.mcore.layers.linear.output_layer import OutputLayer, ValueHead
 from megatron_rl.mcore.layers.mtp import LookaheadModel
-from megatron_rl.mcore.layers.norms import connect_norms
 from megatron_rl.mcore.layers.spec import build_decoder_spec
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.optim import quantizing_optimizer
 from megatron_rl.mcore.platform import adam, cpu, products
 from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig, build_transformer_config
@@ -93,13 +93,6 @@ def build_model(
     chunks = [_build_chunk(geometry, length, config, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_formats(chunks, geometry, layout, contract)
     return chunks if layout.vpp > 1 else chunks[0]
-
-
-def freeze(model: ModelChunks) -> ModelChunks:
-    """Disable the gradients of all parameters; return the model."""
-    for chunk in get_model_chunks(model):
-        chunk.requires_grad_(False)
-    return model
 
 
 def _build_chunk(geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, vp_stage: int | None) -> GPTModel:

@@ -9,7 +9,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.change import Change
 
 
-def _list_fields(model: type[BaseModel], prefix: str = "", inherited: Change | None = None) -> Iterator[tuple[str, Change | None]]:
+def _list_fields(model: type[BaseModel], prefix: str = "", inherited: Change | None = None) -> Iterator[tuple[str, Change]]:
     """Yield the path of every field that holds values, in nested tables too, with its rule: its own, or that of its section, or that of
     the field which holds the section."""
     inherited = getattr(model, "on_resume", None) or inherited
@@ -21,6 +21,7 @@ def _list_fields(model: type[BaseModel], prefix: str = "", inherited: Change | N
         if inner:
             yield from _list_fields(inner[0], f"{prefix}{name}.", own)
         else:
+            assert own is not None, f"{prefix}{name} has no rule"
             yield prefix + name, own
 
 

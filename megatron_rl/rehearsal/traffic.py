@@ -94,7 +94,7 @@ def name_kind(operator: str, dtype: str, line: str) -> str:
 _BY_LINE = (
     ("logprobs", "log-probs"), ("vocabulary", "log-probs"), ("digest", "sync"), ("fused_bias_dropout", "residual add"),
     ("cross_entropy", "log-probs"), ("policy_loss", "log-probs"),
-    ("quantizing_optimizer", "optimizer"), ("mcore/optim/master_slices", "optimizer"),
+    ("quantizing_optimizer", "optimizer"), ("mcore/base/master_slices", "optimizer"),
     ("optimizer", "optimizer"), ("clip_grads", "optimizer"),
     ("core/distributed/", "gradient buffers"), ("gradient", "gradient buffers"), ("buckets", "gradient buffers"),
     ("parallel/transport", "sync"), ("hash", "sync"),

@@ -12,9 +12,10 @@ from megatron_rl.diagnosis.canary import LONGEST, make_prompts
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.actor import Actor, Critic, Policy
-from megatron_rl.mcore.model import build_model, freeze
-from megatron_rl.mcore.names import ModelChunks
-from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters
+from megatron_rl.mcore.base.names import ModelChunks, freeze, override
+from megatron_rl.mcore.model import build_model
+from megatron_rl.mcore.optim.buckets import finish_gathers
+from megatron_rl.mcore.weights.adapters import install_adapters, list_adapted_layers
 from megatron_rl.mcore.weights.cache_scales import renew_scales
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, global_parameters, load_checkpoint
 from megatron_rl.mcore.weights.master_spread import MasterSpread
@@ -23,6 +24,15 @@ from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry, as_critic, with_trained_mtp
 from parallel.row_sums import count_parts
 from parallel.shards import Shard
+
+
+class FrozenPolicy(Policy):
+    """The reference policy of LoRA training: the same model without its adapters, so there is no second copy of the weights."""
+
+    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+        finish_gathers(self.model)
+        with override([layer for *_, layer in list_adapted_layers(self.model)], "adapter_enabled", False):
+            return super().compute_logprobs(samples)
 
 
 def load_actor(config: Config, layout: Layout, hf_config: Mapping[str, Any]) -> tuple[Actor, list[Shard]]:

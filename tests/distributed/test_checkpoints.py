@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.checkpoint import export as exports
 from megatron_rl.mcore.checkpoint.checkpointing import capture_rng_state, load_run_checkpoint
+from megatron_rl.mcore.checkpoint.export import convert
 from megatron_rl.mcore.checkpoint.run_weights import RunWeights, read_state
-from megatron_rl.mcore.weights import export as exports
-from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry

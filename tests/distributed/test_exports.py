@@ -19,7 +19,7 @@ from support.transformers_reference import load, response_logprobs
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.weights.export import export_adapters
+from megatron_rl.mcore.checkpoint.export import export_adapters
 from parallel.layout import Layout
 
 WHOLE = ("qwen3_5", "qwen3_5_moe")

@@ -21,11 +21,12 @@ from megatron_rl.kernels.linear import make_backend, make_grouped_backend
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor
-from megatron_rl.mcore.layers import norms, spec
+from megatron_rl.mcore.activation_hooks import record_activations
+from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.attention import mla, self_attention
+from megatron_rl.mcore.layers.linear import norms
 from megatron_rl.mcore.layers.moe import experts, token_counts
 from megatron_rl.mcore.layers.moe.router import ModelRouters
-from megatron_rl.mcore.passes.activation_hooks import record_activations
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from parallel.layout import Layout
 

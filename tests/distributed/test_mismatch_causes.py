@@ -12,7 +12,7 @@ from support.trainer import Trainer
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.diagnosis.attribution import CAUSES, MismatchAttribution
-from megatron_rl.mcore.passes.engine_emulation import emulate_cache, emulate_engine
+from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
 
 SUMMED = ("mean", "k3")
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}

@@ -26,9 +26,9 @@ from megatron_rl.hf.mtp_layers import MTPCopy, MTPLayers
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
+from megatron_rl.mcore.checkpoint.export import convert
 from megatron_rl.mcore.checkpoint.folder import find_damage
-from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.weights.step_response import CHANGED, RESPONSE
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight

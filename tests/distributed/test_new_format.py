@@ -21,8 +21,8 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.kernels.linear.requirements import find_missing
+from megatron_rl.mcore.checkpoint.export import convert
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.weights.export import convert
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from megatron_rl.sync.plan import SyncPlan

@@ -9,8 +9,8 @@ from support.trainer import Trainer, compute_logprobs, own
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from parallel.layout import Layout
 
 BATCHES = [random_sequences(4, seed=seed) for seed in (41, 42, 43)]

@@ -19,9 +19,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.cost import activations, operators, weights
 from megatron_rl.cost.workload import Candidate, Workload
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
 from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract

@@ -17,8 +17,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.checkpoint.export import convert
 from megatron_rl.mcore.checkpoint.folder import find_damage
-from megatron_rl.mcore.weights.export import convert
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 

@@ -8,9 +8,9 @@ from support.models import FP8, FP32, make_bf16_checkpoint, random_sequences
 from support.trainer import Trainer, own
 
 from examples.arithmetic.supervised import negative_log_likelihood
-from megatron_rl.mcore.optim import step_response
-from megatron_rl.mcore.optim.step_response import CHANGED, RESPONSE
-from megatron_rl.mcore.weights.export import export_checkpoint
+from megatron_rl.mcore.checkpoint.export import export_checkpoint
+from megatron_rl.mcore.weights import step_response
+from megatron_rl.mcore.weights.step_response import CHANGED, RESPONSE
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout

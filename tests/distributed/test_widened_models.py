@@ -9,7 +9,7 @@ from support.models import FP8, FP32, make_model, random_sequences, read_weights
 from megatron_rl.errors import UserError
 from megatron_rl.hf.align import Alignment, widen
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.checkpoint.export import convert
 from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry
 

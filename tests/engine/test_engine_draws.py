@@ -18,7 +18,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.diagnosis.draws import DrawCheck
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.names import override
+from megatron_rl.mcore.base.names import override
 from megatron_rl.rollout.engine import hash_seed
 from parallel.layout import Layout
 

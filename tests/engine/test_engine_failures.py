@@ -9,7 +9,7 @@ from support.processes import family, until
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.checkpoint.export import convert
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 

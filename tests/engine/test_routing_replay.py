@@ -14,7 +14,7 @@ from support.trainer_engine import current, join_logprobs
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import extend_routing_record
-from megatron_rl.mcore.passes.engine_emulation import emulate_engine
+from megatron_rl.mcore.engine_emulation import emulate_engine
 
 WIDTHS = {"num_hidden_layers": 2, "initializer_range": 0.05}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

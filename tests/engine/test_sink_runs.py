@@ -9,7 +9,7 @@ from support.models import FP32, read_weights, write_model
 from support.train_command import TORCHRUN, finish, latest, read_numbers, read_rows, train
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.mcore.weights.export import export_checkpoint
+from megatron_rl.mcore.checkpoint.export import export_checkpoint
 
 pytestmark = pytest.mark.timeout(6000)
 BF16 = {"mode": "bf16", "high": "bf16"}

@@ -17,7 +17,7 @@ from support.train_command import finish, read_json, read_rows
 
 from megatron_rl.hf.files import list_kept_files
 from megatron_rl.hf.tokenizer import check_copy
-from megatron_rl.mcore.weights.export import export_checkpoint
+from megatron_rl.mcore.checkpoint.export import export_checkpoint
 
 pytestmark = pytest.mark.timeout(6000)
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"

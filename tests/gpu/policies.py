@@ -11,9 +11,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.base.names import get_model_chunks
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.model import build_model
-from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.formats import FORMATS
 from parallel.layout import Layout

@@ -28,7 +28,8 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.kernels.linear import requirements
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
+from megatron_rl.mcore.base.names import freeze
+from megatron_rl.mcore.model import start_megatron, stop_megatron
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan

@@ -17,7 +17,10 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.base.names import get_model_chunks, global_name
 from megatron_rl.mcore.checkpoint.checkpointing import CheckpointWriter
+from megatron_rl.mcore.checkpoint.export import export_checkpoint
 from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedColumnParallelLinear,
@@ -25,19 +28,17 @@ from megatron_rl.mcore.layers.linear.quantized_linear import (
     list_quantized_layers,
 )
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.names import get_model_chunks, global_name
-from megatron_rl.mcore.optim import step_response
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.replicas import select_own
 from megatron_rl.mcore.transformer_config import QuantizedTransformerConfig
-from megatron_rl.mcore.weights.adapters import FrozenPolicy, install_adapters, list_adapted_layers
+from megatron_rl.mcore.weights import step_response
+from megatron_rl.mcore.weights.adapters import install_adapters, list_adapted_layers
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
-from megatron_rl.mcore.weights.export import export_checkpoint
 from megatron_rl.mcore.weights.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.weights.master_spread import MasterSpread
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.training.policies import FrozenPolicy
 from parallel.adapters import NAMES
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.formats import FP8

@@ -22,8 +22,8 @@ from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
+from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.passes.engine_emulation import emulate_engine
 from megatron_rl.mcore.weights.cache_scales import collect_scales, renew_scales
 from megatron_rl.mcore.weights.load_weights import load_checkpoint
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE

@@ -20,10 +20,11 @@ from megatron_rl.diagnosis.mismatch import MismatchBound
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.base.names import freeze
 from megatron_rl.mcore.checkpoint.checkpointing import load_run_checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers
-from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.weights.load_weights import global_parameters, load_checkpoint
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability.profiling import StepProfiler

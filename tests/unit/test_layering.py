@@ -28,6 +28,8 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
     *("hf", "workers", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
     *("preflight", "evaluation", "reporting", "diagnosis", "training", "cost", "planner", "rehearsal", "cli", "__main__"),
 ]
+IN_CIRCLES = {"parallel", "rollout_sglang", *(f"megatron_rl.{name}" for name in ("kernels", "rehearsal", "rollout"))}
+"""Packages with folders that import from each other. None may be added."""
 ROOT_MODULES = 10
 PACKAGES_CHECK = ("tools/gpu_packages.py", "tools/compile_kernels.py", "tools/kernel_counts.py")
 """Tools that check the libraries themselves."""
@@ -155,6 +157,23 @@ def test_no_import_runs_back_up_or_in_a_circle_and_few_modules_lie_at_the_root()
         pytest.fail(" -> ".join(error.args[1]))
     modules = sorted(file.name for file in (ROOT / "megatron_rl").glob("*.py"))
     assert len(modules) <= ROOT_MODULES, modules
+
+
+def test_folders_within_a_package_are_in_an_order():
+    """No folder of a package imports from one that imports from it, directly or by others, but those in `IN_CIRCLES`."""
+    found = set()
+    for package in ("parallel", "rollout_sglang", *(f"megatron_rl.{name}" for name in ORDER)):
+        folders = {module: module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0] for module in import_graph()}
+        graph: dict[str, set[str]] = {}
+        for module, targets in import_graph().items():
+            if f"{module}.".startswith(f"{package}."):
+                inside = {folders[target] for target in targets if f"{target}.".startswith(f"{package}.")}
+                graph.setdefault(folders[module], set()).update(inside - {folders[module]})
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError:
+            found.add(package)
+    assert found == IN_CIRCLES, "a package with folders in an order leaves IN_CIRCLES"
 
 
 def test_heavy_libraries_are_imported_when_needed():

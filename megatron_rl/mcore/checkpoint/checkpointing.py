@@ -18,11 +18,11 @@ from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.mtp_layers import MTPCopy
 from megatron_rl.hf.write import write_all_but_weights
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave, OtherFiles
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState, fill_in_place
 from megatron_rl.mcore.layers.linear.quantized_linear import find_quantized_layers, list_quantized_layers
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.optim.quantizing_optimizer import requantize
 from megatron_rl.mcore.weights.adapters import list_adapted_layers, shard_adapters

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
+from megatron_rl.mcore.base.master_slices import MasterSlice, flatten_chained, iter_stepped
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
-from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, iter_stepped
+from megatron_rl.mcore.optim.optimizer import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 20  # elements sent at a time (4 MiB), so that the device needs almost no memory for the exchange
 Chunks = list[dict[str, Any]]  # the `sharded_state_dict()` of each model chunk; its tensors are the live parameters
 

@@ -32,15 +32,15 @@ from megatron.core.transformer.multi_token_prediction import (
 
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.kernels.device_copy import copy_to_device
+from megatron_rl.mcore.base.names import override
+from megatron_rl.mcore.base.two_batch import PerMicroBatch
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
+from megatron_rl.mcore.layers.linear.norms import RMSNorm
 from megatron_rl.mcore.layers.linear.output_layer import Entropy, score_positions
-from megatron_rl.mcore.layers.norms import RMSNorm
 from megatron_rl.mcore.layers.spec import build_layer_spec
-from megatron_rl.mcore.names import override
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets
-from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 
 
 @dataclass

@@ -27,6 +27,7 @@ from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLaye
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
 from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, PlainColumnParallelLinear, ReplicatedLinear
+from megatron_rl.mcore.layers.linear.norms import AddBeforeNorm, NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
@@ -40,7 +41,6 @@ from megatron_rl.mcore.layers.linear.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.layers.moe.experts import MixtureOfExperts, OutputWeightedExperts
 from megatron_rl.mcore.layers.moe.router import Router
 from megatron_rl.mcore.layers.moe.shared_experts import SharedExperts
-from megatron_rl.mcore.layers.norms import AddBeforeNorm, NormedAdd, RMSNorm
 from parallel import attention as kinds
 
 

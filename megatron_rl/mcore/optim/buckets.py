@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks
 
 
 def wrap_chunks(chunks: list[GPTModel], train: TrainConfig) -> list[Any]:

@@ -8,9 +8,9 @@ import torch
 
 from megatron_rl.distributed import gather_from_ranks, get_rank, raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.optim.buckets import finish_gathers
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.optim.quantizing_optimizer import is_quantized
 from parallel.digest import digest
 from parallel.shards import Rect

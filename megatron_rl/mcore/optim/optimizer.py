@@ -7,10 +7,12 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_masters
+from megatron_rl.mcore.base.names import global_name, iter_modules
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
-from megatron_rl.mcore.names import global_name, iter_modules
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_masters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of Adam's state of a parameter."""
 
 
 def build_optimizer(wrapped_chunks: list[Any], train: TrainConfig) -> Any:

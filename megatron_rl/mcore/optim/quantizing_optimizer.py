@@ -19,9 +19,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.base.master_slices import MasterSlice, flatten_chained, make_slice
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.optim.buckets import start_gathers
-from megatron_rl.mcore.optim.master_slices import MasterSlice, flatten_chained, make_slice
 from megatron_rl.mcore.platform import cpu
 from megatron_rl.precision.slices import WeightSlice, make_scales
 from parallel.digest import digest

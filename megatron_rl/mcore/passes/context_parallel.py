@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.batch.packing import context_parallel_positions
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.mcore.layers.linear.exchange import Pending, exchange, pend
+from megatron_rl.mcore.base.exchange import Pending, exchange, pend
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.vocabulary import reference as vocabulary
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
+from megatron_rl.mcore.base.weight_gradient import WeightGradient
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 from megatron_rl.mcore.passes.draws import Draws
 from megatron_rl.precision.threads import all_threads

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.kernels.batch_invariant import InvariantMatmuls
 from megatron_rl.kernels.linear import plain
-from megatron_rl.mcore.layers.linear.weight_gradient import add_product
+from megatron_rl.mcore.base.weight_gradient import add_product
 
 
 def add_gradients_in_place() -> None:

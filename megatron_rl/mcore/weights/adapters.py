@@ -21,15 +21,11 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.kernels.linear.reference import project_down, project_up
-from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.base.names import ModelChunks, freeze, get_model_chunks, global_name, iter_modules
+from megatron_rl.mcore.base.weight_gradient import take_weight
 from megatron_rl.mcore.layers.linear.row_parallel import PartialSum, TreeProduct
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
-from megatron_rl.mcore.model import freeze
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules, override
-from megatron_rl.mcore.optim.buckets import finish_gathers
 from parallel.adapters import NAMES
 
 
@@ -116,15 +112,6 @@ def _add_by_row_sum(layer: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 def list_adapted_layers(model: ModelChunks) -> list[tuple[Any, str, Any]]:
     """Return (chunk, name, layer) of every layer with an adapter; [] without LoRA."""
     return [found for found in iter_modules(model) if hasattr(found[2], "adapter_scale")]
-
-
-class FrozenPolicy(Policy):
-    """The reference policy of LoRA training: the same model without its adapters, so there is no second copy of the weights."""
-
-    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
-        finish_gathers(self.model)
-        with override([layer for *_, layer in list_adapted_layers(self.model)], "adapter_enabled", False):
-            return super().compute_logprobs(samples)
 
 
 def shard_adapters(chunk: Any) -> dict[str, Any]:

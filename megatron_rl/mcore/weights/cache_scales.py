@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.precision.kv_cache import choose_scales
 
 

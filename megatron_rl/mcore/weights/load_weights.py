@@ -15,8 +15,8 @@ from megatron_rl.distributed import errors_on_all_ranks, is_rank0, raise_on_all_
 from megatron_rl.errors import RunError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.base.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer, reorder_rows
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name, iter_modules
 from megatron_rl.mcore.optim.buckets import finish_gathers
 from megatron_rl.mcore.weights.cache_scales import collect_scales
 from megatron_rl.mcore.weights.master_spread import MasterSpread

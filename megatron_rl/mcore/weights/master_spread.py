@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_stepped
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.masters import hash_places, spread, spread_blocks, spread_within_blocks
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -15,7 +15,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
 from megatron_rl.hf.files import list_kept_files, read_config
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.checkpoint.export import convert
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.mcore.weights.export import convert
+from megatron_rl.mcore.checkpoint.export import convert
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect, Region, take_all
 

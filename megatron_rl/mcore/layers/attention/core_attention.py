@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.kernels import batch_invariant
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
+from megatron_rl.mcore.base.weight_gradient import take_weight
 from megatron_rl.precision import kv_cache
 
 

@@ -29,8 +29,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights
 from megatron_rl.kernels.gated_delta.reference import attend, attend_gated
 from megatron_rl.kernels.gates.reference import gate_norm
+from megatron_rl.mcore.base.weight_gradient import take_weight
 from megatron_rl.mcore.layers.linear.high_precision import PlainColumnParallelLinear
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.passes.context_parallel import ContextShard
 
 

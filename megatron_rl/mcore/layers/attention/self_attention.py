@@ -25,8 +25,8 @@ from megatron_rl.kernels.gates.reference import gate
 from megatron_rl.kernels.heads import Heads, Norms
 from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
-from megatron_rl.mcore.layers.norms import RMSNorm
-from megatron_rl.mcore.passes.two_batch import PerMicroBatch
+from megatron_rl.mcore.base.two_batch import PerMicroBatch
+from megatron_rl.mcore.layers.linear.norms import RMSNorm
 
 
 class PackedSelfAttention(SelfAttention):

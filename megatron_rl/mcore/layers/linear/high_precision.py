@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply, take_weight, take_weights
+from megatron_rl.mcore.base.weight_gradient import WeightGradient, multiply, take_weight, take_weights
 
 
 class PlainColumnParallelLinear(ColumnParallelLinear):

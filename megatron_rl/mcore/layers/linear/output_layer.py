@@ -15,9 +15,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.batch.packing import VALUE_ROWS
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient
-from megatron_rl.mcore.names import override
-from megatron_rl.mcore.passes import two_batch
+from megatron_rl.mcore.base import two_batch
+from megatron_rl.mcore.base.names import override
+from megatron_rl.mcore.base.weight_gradient import WeightGradient
 from megatron_rl.mcore.passes.logprobs import Targets, score_tokens, token_logprobs
 
 

@@ -18,12 +18,12 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
+from megatron_rl.mcore.base.master_slices import MasterSlice
+from megatron_rl.mcore.base.names import ModelChunks, iter_modules, override
+from megatron_rl.mcore.base.weight_gradient import hand_over_gradient, take_weight
 from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.linear.quantized_matmul import multiply
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum, ScatteredSum, TreeRowParallelLinear, gather_sequence
-from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient, take_weight
-from megatron_rl.mcore.names import ModelChunks, iter_modules, override
-from megatron_rl.mcore.optim.master_slices import MasterSlice
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.formats import TensorFormat
@@ -114,7 +114,7 @@ class QuantizedLinear(WeightLayer):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether kernels may skip this layer's own pass: none replaces it (`mcore.passes.engine_emulation`), no hook observes it."""
+        """Whether kernels may skip this layer's own pass: none replaces it (`mcore.engine_emulation`), no hook observes it."""
         return self.quantization_enabled and "_forward_impl" not in vars(self) and not self._forward_hooks  # type: ignore[attr-defined]
 
     @property

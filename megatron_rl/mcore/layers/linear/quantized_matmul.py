@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron_rl.kernels.linear.base import Backend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, can_gather, gather_first
-from megatron_rl.mcore.layers.linear.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, pend, start_scatter
+from megatron_rl.mcore.base import two_batch
+from megatron_rl.mcore.base.exchange import Exchange, Pending, begin_exchange, end_exchange, make_placeholder, pend, start_scatter
+from megatron_rl.mcore.base.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.layers.linear.row_parallel import RowSum
-from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
-from megatron_rl.mcore.passes import two_batch
 from parallel.formats import BLOCK
 
 

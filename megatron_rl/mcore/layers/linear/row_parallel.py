@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.sums import ranks
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.layers.linear.exchange import Pending, pend, start_scatter
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply, take_weight
+from megatron_rl.mcore.base.exchange import Pending, pend, start_scatter
+from megatron_rl.mcore.base.weight_gradient import WeightGradient, multiply, take_weight
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:

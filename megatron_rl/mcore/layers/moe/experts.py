@@ -24,16 +24,16 @@ from megatron_rl.kernels.experts.reference import place_tokens, scatter_tokens, 
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear.reference import project_up
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.layers.linear.exchange import exchange_rows
+from megatron_rl.mcore.base import two_batch
+from megatron_rl.mcore.base.exchange import exchange_rows
+from megatron_rl.mcore.base.names import ModelChunks, iter_modules
+from megatron_rl.mcore.base.weight_gradient import take_weight
 from megatron_rl.mcore.layers.linear.quantized_linear import list_quantized_layers
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
 from megatron_rl.mcore.layers.moe import token_counts
 from megatron_rl.mcore.layers.moe.forecast import LayerForecast
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, can_group, have_grouped_products, run_experts
 from megatron_rl.mcore.layers.moe.router import Router
 from megatron_rl.mcore.layers.moe.token_counts import LayerCounts, gather_counts, start_count
-from megatron_rl.mcore.names import ModelChunks, iter_modules
-from megatron_rl.mcore.passes import two_batch
 
 
 class OutputWeightedExperts(SequentialMLP):

@@ -13,10 +13,10 @@ from megatron_rl.kernels.experts.reference import collect
 from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_grouped_backend
 from megatron_rl.kernels.linear.base import Operand
-from megatron_rl.mcore.layers.linear.exchange import make_placeholder
+from megatron_rl.mcore.base import two_batch
+from megatron_rl.mcore.base.exchange import make_placeholder
+from megatron_rl.mcore.base.weight_gradient import hand_over_gradient
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
-from megatron_rl.mcore.layers.linear.weight_gradient import hand_over_gradient
-from megatron_rl.mcore.passes import two_batch
 
 
 class GroupedLinear:

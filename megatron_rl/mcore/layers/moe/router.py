@@ -34,14 +34,14 @@ from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.kernels.batch_invariant import InvariantRouting
 from megatron_rl.kernels.device_copy import copy_to_device
 from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
+from megatron_rl.mcore.base.names import iter_modules, override
+from megatron_rl.mcore.base.two_batch import PerMicroBatch
+from megatron_rl.mcore.base.weight_gradient import take_weights
 from megatron_rl.mcore.layers.moe import token_counts
 from megatron_rl.mcore.layers.moe.forecast import Forecast, LayerForecast
 from megatron_rl.mcore.layers.moe.token_counts import UNKNOWN, KnownRoutes, LayerCounts, count_ahead
-from megatron_rl.mcore.names import iter_modules, override
 from megatron_rl.mcore.passes import reduce
 from megatron_rl.mcore.passes.context_parallel import ContextShard
-from megatron_rl.mcore.passes.two_batch import PerMicroBatch
 from megatron_rl.metrics import declare
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from megatron_rl.kernels.batch_invariant import invariant_matmul
 from megatron_rl.kernels.gates.reference import gate
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weight
+from megatron_rl.mcore.base.weight_gradient import take_weight
 
 
 class SharedExperts(SharedExpertMLP):

@@ -7,7 +7,7 @@ import torch
 from support.kernel_tests import random
 
 from megatron_rl.kernels.norm.reference import normalize
-from megatron_rl.mcore.layers.norms import NormFusion, RMSNorm, SumFusion, Summands
+from megatron_rl.mcore.layers.linear.norms import NormFusion, RMSNorm, SumFusion, Summands
 
 EPS, WIDTH = 1e-6, 256
 

@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.kernels.batch_invariant import SPLIT_SUM, invariant_matmul
 from megatron_rl.kernels.sums import reference as tree
-from megatron_rl.mcore.passes import logprobs, two_batch
+from megatron_rl.mcore.base import two_batch
+from megatron_rl.mcore.base.two_batch import PerMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
+from megatron_rl.mcore.passes import logprobs
 from megatron_rl.mcore.passes.logprobs import ScoredPositions, Targets, score_tokens, token_logprobs
-from megatron_rl.mcore.passes.two_batch import PerMicroBatch, get_turn, give_turn, is_under_way, run_in_turns
 
 VOCABULARY, TOKENS = 3000, 50
 

@@ -10,9 +10,9 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.kernels.linear import make_backend
-from megatron_rl.mcore.layers.linear import weight_gradient
+from megatron_rl.mcore.base import weight_gradient
+from megatron_rl.mcore.base.weight_gradient import WeightGradient, multiply
 from megatron_rl.mcore.layers.linear.quantized_matmul import Product, QuantizedMatmul
-from megatron_rl.mcore.layers.linear.weight_gradient import WeightGradient, multiply
 from megatron_rl.mcore.platform.products import add_gradients_in_place
 from megatron_rl.precision.fp8 import append_zeros, quantize_weight
 from parallel.formats import FP8

@@ -21,10 +21,10 @@ from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.linear.base import NormBackend
 from megatron_rl.kernels.linear.gather import can_gather
 from megatron_rl.kernels.norm import reference as rms
-from megatron_rl.mcore.layers.linear.exchange import make_placeholder
+from megatron_rl.mcore.base.exchange import make_placeholder
+from megatron_rl.mcore.base.weight_gradient import take_weights
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
 from megatron_rl.mcore.layers.linear.quantized_matmul import Normed
-from megatron_rl.mcore.layers.linear.weight_gradient import take_weights
 from parallel.formats import BLOCK
 
 AddFn = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]

@@ -1,6 +1,6 @@
 """Two micro-batches that take turns on a rank: while one waits for other ranks, the other one computes.
 
-The forward pass of a micro-batch runs in a greenlet and yields during communication (`mcore.layers.linear.exchange`). Both form one step of
+The forward pass of a micro-batch runs in a greenlet and yields during communication (`mcore.base.exchange`). Both form one step of
 Megatron's schedule with a single backward pass. Autograd runs it in the reverse order of the forward passes, so turns alternate there too.
 
 Sequence parallelism communicates around every block, with little computation in between. There, a turn is also given between the two
@@ -10,7 +10,7 @@ halves of a block, and the second micro-batch starts one turn late, so that one 
     second            norm, gather            half 1                 half 2, scatter          norm, gather
 
 The results are those of sequential micro-batches. The second micro-batch runs first, so that gradients are added in the sequential order.
-Autograd must not add the two gradients of a weight, since it would round their sum (`mcore.layers.linear.weight_gradient`).
+Autograd must not add the two gradients of a weight, since it would round their sum (`mcore.base.weight_gradient`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Weight gradients that are added directly to Megatron's FP32 buffer.
 
-With two concurrent micro-batches (`mcore.passes.two_batch`), a weight has two gradients in one backward pass. Autograd would add them in
+With two concurrent micro-batches (`mcore.base.two_batch`), a weight has two gradients in one backward pass. Autograd would add them in
 the weight's dtype. Instead, each is added to the buffer, and autograd receives none.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels.embedding.reference import add_token_rows
-from megatron_rl.mcore.passes import two_batch
+from megatron_rl.mcore.base import two_batch
 
 
 class WeightGradient:

@@ -15,6 +15,13 @@ def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
     return model if isinstance(model, list) else [model]
 
 
+def freeze(model: ModelChunks) -> ModelChunks:
+    """Disable the gradients of all parameters; return the model."""
+    for chunk in get_model_chunks(model):
+        chunk.requires_grad_(False)
+    return model
+
+
 def iter_modules(model: ModelChunks, kind: type = torch.nn.Module) -> Iterator[tuple[GPTModel, str, Any]]:
     """Yield (chunk, name, module) of all modules of class `kind`."""
     for chunk in get_model_chunks(model):

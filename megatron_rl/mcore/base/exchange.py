@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.mcore.passes import two_batch
+from megatron_rl.mcore.base import two_batch
 
 Pending = Callable[[], Any]  # waits for an exchange and returns its result
 Start = Callable[[torch.Tensor], Pending]

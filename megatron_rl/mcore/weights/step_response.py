@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.mcore.base.master_slices import flatten_chained, iter_stepped
+from megatron_rl.mcore.base.names import ModelChunks
 from megatron_rl.mcore.layers.linear.quantized_linear import WeightLayer, reorder_rows
-from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.mcore.optim.buckets import finish_gathers
-from megatron_rl.mcore.optim.master_slices import flatten_chained, iter_stepped
 from megatron_rl.mcore.weights.load_weights import find_weight_layers, quantize_rows
 from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -15,10 +15,10 @@ from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.linear.base import Backend
 from megatron_rl.kernels.linear.reference import DequantizedWeight
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.mcore.base.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.layers.attention.core_attention import CoreAttention
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.linear.row_parallel import gather_sequence
-from megatron_rl.mcore.names import ModelChunks, iter_modules, override
 from megatron_rl.mcore.weights.load_weights import find_weight_layers
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from megatron_rl.kernels.batch_invariant import invariant_matmul
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.names import global_name, override
+from megatron_rl.mcore.base.names import global_name, override
 from megatron_rl.precision.activation_hooks import TRAINER, HookPoint, RankHeads, attach_hooks, list_hook_points, number_columns
 from megatron_rl.precision.sketch import RowRecorder
 
