@@ -14,7 +14,12 @@ import pytest
 
 gc.disable()  # imports and the collection of thousands of tests make a million objects that stay, see `pytest_collection_finish`
 
+from support import kernel_sources  # noqa: E402
 from support.processes import WorldPool  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-kernels", action="store_true", help="with -m kernels tests/unit: record sources that pass")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         seen[name := item.nodeid.partition("[")[0]] += not item.get_closest_marker("long")
         few = item.get_closest_marker("default_cases")
-        if few and seen[name] > few.args[0]:
+        if (few and seen[name] > few.args[0]) or (item.get_closest_marker("kernels") and kernel_sources.have_passed()):
             item.add_marker(pytest.mark.long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -63,6 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    whole = config.option.markexpr == "kernels" and not config.option.keyword and config.args == ["tests/unit"]
+    if config.option.record_kernels and whole and not exitstatus and not hasattr(config, "workerinput"):
+        kernel_sources.record()
 
 
 def pytest_collection_finish() -> None:

@@ -51,6 +51,7 @@ def test_ranks_meet_at_the_addresses_that_reach_each_other(nodes, master):
         assert (code, out) == (0, "sum 2.0\n"), err
 
 
+@pytest.mark.long
 def test_an_interface_that_does_not_reach_the_others_is_one_line_that_names_the_remedy(nodes):
     for code, _, err in join(nodes, nodes[0].address, 8, GLOO_SOCKET_IFNAME="lo"):
         line = r"megatron-rl(?: \[rank 1\])?: rank [01] does not reach the other ranks \(.+\); set GLOO_SOCKET_IFNAME to the interface .*"

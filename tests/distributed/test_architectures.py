@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import trainer, transformers_reference
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, by_kind
 from support.models import FP32
 from support.processes import ROOT
 from support.trainer import Trainer
@@ -23,7 +23,7 @@ def score_texts(folder, documents, dtype):
     return response_logprobs(load(folder, dtype), [(ids[:1], ids[1:]) for ids in documents])
 
 
-@pytest.fixture(scope="module", params=[*ARCHITECTURES, "tied"])
+@pytest.fixture(scope="module", params=[*by_kind(ARCHITECTURES), "tied"])
 def folder(request, model_folder, tied_checkpoint):
     return tied_checkpoint if request.param == "tied" else model_folder(request.param)
 

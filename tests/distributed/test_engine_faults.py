@@ -79,6 +79,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(wor
     assert both == first == second and {served for _, served in both} == {version}
 
 
+@pytest.mark.long
 def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
     """One engine is killed, the other hangs."""
     expected = answers(world)

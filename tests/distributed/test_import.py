@@ -131,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default_cases(10)
 @pytest.mark.parametrize("model, scales, layout", CASES, ids=str)
 def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, model, scales, layout):
     """Its masters are the dequantized values."""

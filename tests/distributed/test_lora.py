@@ -101,7 +101,7 @@ def targets(model):
     return LORA | {"targets": ATTENTION[model == "deepseek_v3" :] + delta_nets + FC}
 
 
-@pytest.mark.default_cases(6)
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in _LONG)) for case in CASES])
 def test_every_layout_learns_what_one_process_does_and_has_its_bits(worlds, alone, checkpoint, model_folder, tmp_path, case):
     model, layout, precision = CASES[case]

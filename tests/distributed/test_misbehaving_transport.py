@@ -17,6 +17,7 @@ def misbehave(misdeed):
     os.environ[VARIABLE] = misdeed
 
 
+@pytest.mark.long
 def test_an_engine_names_the_transport_that_fails_in_it(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "receive raises")  # engines inherit it
     with World(1, tmp_path / "world") as world, pytest.raises(RunError) as caught:
@@ -24,6 +25,7 @@ def test_an_engine_names_the_transport_that_fails_in_it(tmp_path, monkeypatch):
     assert f"sync.transport = '{NAME}': fails (ValueError: two lines" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_trainer_rank_names_the_transport_that_fails_in_it(tmp_path):
     with World(2, tmp_path / "world") as world:
         world.call(fake_engine.start, tmp_path, 1, {"transport": NAME, "timeout": 20.0, "delta": "off"}, 30.0, seconds=900.0)

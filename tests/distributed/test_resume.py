@@ -112,6 +112,7 @@ def test_a_run_of_one_rank_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, pre
     assert 0.7 < rows[2]["clip/bound_low"] < rows[3]["clip/bound_low"] < 0.8, "calibrated bounds move in both parts"
 
 
+@pytest.mark.long
 def test_a_run_that_resumes_with_less_memory_has_the_same_bits_or_differs_in_rounding(worlds, checkpoint, tmp_path):
     """As docs/reference/resume.md says: recomputation and overlap change no bit, smaller micro-batches change the order of sums."""
     layout, saving = Layout(tp=2), {"recompute": "full", "overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -186,6 +187,7 @@ def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
         assert sum(name.startswith("critic ") and ("exp_avg" in name or "master" in name) for name in names) > 10
 
 
+@pytest.mark.long
 def test_a_run_that_replays_groups_goes_on_bit_for_bit_and_measures_no_precision_of_them(worlds, checkpoint, tmp_path):
     replay = {"prompts_per_step": 3, "max_replays": 2, "max_staleness": 2}
     rows, _ = assert_goes_on(worlds(2), checkpoint, tmp_path, BF16, Layout(dp=2), "", None, replay)

@@ -58,6 +58,7 @@ def responses(world, folder, precision, layout=None, train=STEP, *options):
     return first
 
 
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize(
     "precision, layout",
     [

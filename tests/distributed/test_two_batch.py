@@ -60,6 +60,7 @@ def batches():
     return [random_sequences(7, seed=1), random_sequences(6, seed=2)]
 
 
+@pytest.mark.default_cases(3)
 @pytest.mark.parametrize("layout, model, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
 def test_turns_change_no_bit(compare, model_folder, layout, model, precision):
     folder = model_folder(model, num_hidden_layers=4 if layout.vpp > 1 else 2, tie_word_embeddings=False)
@@ -71,6 +72,7 @@ def test_passes_without_gradient_take_turns_where_layers_are_recomputed(compare,
     compare(trainer.train_grpo, Layout(tp=2), model_folder("qwen3"), FP8, TRAIN, batches(), Layout(tp=2), recompute="full")
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     "layout, model, precision, recompute",
     [

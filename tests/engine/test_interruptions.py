@@ -95,6 +95,7 @@ def read_all(terminal):
     return text.decode(errors="replace")
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_behind_dead_proxies_stops_the_run_after_the_policy_version(tmp_path):
     with on_a_terminal(tmp_path, LARGER) as (process, terminal):
         shown = []

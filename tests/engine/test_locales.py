@@ -26,6 +26,7 @@ def make_locale(folder):
     return {"LOCPATH": str(folder), "LC_ALL": "zh_CN.GBK"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ascii", pytest.param("gbk", marks=pytest.mark.long)])
 def test_a_run_with_chinese_files_does_not_depend_on_the_locale(tmp_path, monkeypatch, kind):
     folder = tmp_path / "数据"

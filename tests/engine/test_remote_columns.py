@@ -49,6 +49,7 @@ def leave_and_fetch(tokens):
     return here, but_text, remote, fetched, kept
 
 
+@pytest.mark.default_cases(1)
 def test_a_replica_fetches_what_the_engine_would_have_answered(unified):
     here, but_text, remote, fetched, kept = unified.call(leave_and_fetch, 20)[0]
     assert kept == [len(PROMPTS), 0, 1]

@@ -78,6 +78,7 @@ def watch(command):
     return set(found.values())
 
 
+@pytest.mark.long
 def test_no_file_of_a_run_contains_a_secret_and_the_page_lists_its_sockets(tmp_path, monkeypatch):
     keys, folder = tmp_path / "keys", tmp_path / "run"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)

@@ -38,6 +38,7 @@ def export(folder, step, output):
     return output
 
 
+@pytest.mark.long
 def test_a_run_is_exact_and_its_export_is_a_checkpoint_of_gpt_oss(tmp_path):
     write_model(tmp_path / "model", "gpt_oss", FP32)
     rows = run(tmp_path, ranks=1)

@@ -14,6 +14,7 @@ BF16 = {"mode": "bf16", "high": "bf16"}
 TOKENS = 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family, layout, engine, precision",
     [

@@ -27,6 +27,7 @@ def ranks(tmp_path_factory):
     return rehearse_trainers("qwen3_235b_a22b,h100,last", f"qwen3_5_9b,h100,0,--model.path={folder}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "qwen3_235b_a22b")) for name in LAYERS])
 def test_the_last_rank_runs_and_waits_once_a_layer_for_what_experts_get_in_the_first_pass(name, ranks):
     (rank,) = (ranks if name in ranks else rehearse_trainers(f"{name},h100,last" + f",{STAGES}" * (name == "qwen2_5_32b")))[name]

@@ -1,10 +1,14 @@
 """A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here and nothing else."""
 
+import pytest
+
 from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384
+KINDS = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_5_text", "gpt_oss")
+"""One family of each kind of attention and experts, which the default tests run."""
 CLASSES = {}
 """Family -> its class in transformers."""
 ARCHITECTURES = {}
@@ -197,3 +201,8 @@ def cut_everything(family):
     """Return a layout of four ranks that is tensor and pipeline parallel, with experts spread over the tensor-parallel ranks."""
     moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
     return Layout(tp=2, pp=2, ep=2, etp=1) if moe else Layout(tp=2, pp=2)
+
+
+def by_kind(names):
+    """Return families as parameters of a test. All but those in `KINDS` are `long`."""
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in names]

@@ -1,6 +1,7 @@
 """The kernels on rows that trainer and engine share, in Triton's interpreter: a row alone has the bits that it has among others, a fused
 kernel those of separate ones, and the engine's layout of heads those of the trainer's."""
 
+import pytest
 import torch
 from support.fp8_reference import same_bits
 from support.kernel_tests import in_interpreter, random
@@ -9,6 +10,7 @@ EPS, SIZES = 1e-6, (1, 15, 16, 17, 33)
 CUTS = (slice(0, 1), slice(14, 16), slice(15, 33), slice(32, 33))
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_norms_of_rows_do_not_depend_on_other_rows_nor_on_quantization():
     from megatron_rl.kernels.norm.triton import normalize, quantize_norm
@@ -29,6 +31,7 @@ def test_norms_of_rows_do_not_depend_on_other_rows_nor_on_quantization():
             assert same_bits(fused[2], quantize_activation(normed, "pow2", rows=True, columns=False)[0])
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_heads_of_separate_rows_are_those_of_the_trainers_groups():
     """The engine normalizes and rotates queries and keys in one step or two, from rows [q | k | v]; the trainer in one, from groups."""
@@ -73,6 +76,7 @@ def test_swiglu_of_a_row_is_quantized_as_it_is_written():
         assert same_bits(fused, alone)
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_log_probs_are_those_of_any_number_of_ranks_rows_and_dtypes():
     """Parts of one program's columns, one less and one more; with logits of -inf, in some parts all of them."""

@@ -2,6 +2,7 @@
 
 import compile_kernels
 import kernel_counts
+import pytest
 from support.kernel_tests import call_with_triton, needs_triton
 
 LIMITS = {  # instructions per value, registers
@@ -21,6 +22,7 @@ def count_all():
     return {name: tuple(each) for name, each in kernel_counts.count_all(compile_kernels.intercept_launches(90)).items()}
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_kernels_that_quantize_take_few_instructions_and_spill_none():
     counts = call_with_triton(count_all, alone=True)

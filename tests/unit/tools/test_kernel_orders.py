@@ -5,6 +5,7 @@ from unittest import mock
 
 import compile_kernels
 import kernel_orders
+import pytest
 from support.kernel_tests import call_with_triton, needs_triton
 
 
@@ -44,6 +45,7 @@ def compare():
     return own, misaligned, alternating, attention, halved
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_shared_kernels_have_one_order_and_planted_differences_are_found():
     own, misaligned, alternating, attention, halved = call_with_triton(compare)

@@ -177,6 +177,7 @@ def test_the_first_task_of_each_worker_may_take_as_long_as_a_start(tmp_path, mon
     }
 
 
+@pytest.mark.long
 def test_first_tasks_that_hang_take_half_as_long_each_time(monkeypatch):
     monkeypatch.setattr(worker_pool, "START_TIMEOUT", 4.0)
     with pool_of(HOSTILE, 1, 0.5) as pool:

@@ -38,6 +38,7 @@ def touched(tmp_path, monkeypatch) -> Path:
     return tmp_path / "touched"
 
 
+@pytest.mark.default_cases(6)
 @pytest.mark.parametrize("misdeed, error", [
     ("fill memory", ""),
     ("fill memory until it fails", "MemoryError"),
@@ -166,6 +167,7 @@ def test_a_worker_and_what_it_forked_end_with_a_killed_run(descendants):
     assert alive_after(but_trackers(descendants()), 60) == []
 
 
+@pytest.mark.long
 def test_a_worker_that_stops_its_keeper_ends_with_the_pool(descendants):
     with pool_of() as pool:
         score(pool, "a", "stop the keeper", "b")

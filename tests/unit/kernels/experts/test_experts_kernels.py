@@ -123,6 +123,7 @@ def test_places_and_tables_of_parts_match_the_kernels():
         assert lacks or torch.equal(at[places], sent[places])
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_bytes_and_scales_match_separate_kernels():
     from megatron_rl.kernels.experts.triton import collect as collect_rows

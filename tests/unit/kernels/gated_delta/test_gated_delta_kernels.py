@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import compile_kernels
+import pytest
 import torch
 from support.delta_rule import advance_in_cuts, choose_heads, draw_layer
 from support.kernel_tests import call_with_triton, in_interpreter, needs_triton, random
@@ -12,6 +13,7 @@ from megatron_rl.kernels.gated_delta import DeltaHeads, DeltaWeights, reference
 HEADS = DeltaHeads(2, 4, 8, 24)
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_the_kernels_outputs_and_gradients_are_the_references():
     """A span of 4 tokens, so that sequences have several spans. No other test has these lengths, whose places are cached for one span."""
@@ -49,6 +51,7 @@ def test_the_kernels_outputs_and_gradients_are_the_references():
             assert (found.double() - wanted.double()).norm() <= near * wanted.double().norm()
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_prompts_chunks_decoded_tokens_and_shares_of_heads_have_the_bits_of_training():
     from megatron_rl.kernels.gated_delta import triton as kernels
@@ -66,6 +69,7 @@ def test_prompts_chunks_decoded_tokens_and_shares_of_heads_have_the_bits_of_trai
         assert torch.equal(torch.cat([kernels.attend(*choose_heads(weights, row, rank, 2), lengths) for rank in (0, 1)], 1), whole)
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_training_prompts_and_decoded_tokens_run_one_specialization():
     """Another one, such as for a single token, could add in another order."""

@@ -50,6 +50,7 @@ def test_gradients_of_gates_and_zero_centered_norms_are_those_of_float64():
             assert (a - b).norm() <= 1e-6 * b.norm()
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_gates_and_their_gradients_are_the_references_and_do_not_depend_on_the_number_of_rows():
     from megatron_rl.kernels.gates import triton as kernels

@@ -13,6 +13,7 @@ from megatron_rl.precision.fp8 import quantize_1x128
 from megatron_rl.precision.ue8m0 import pack_scales
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_bytes_and_scales_are_the_references():
     from megatron_rl.kernels.quantize.triton import quantize_into
@@ -64,6 +65,7 @@ def compile_variants() -> list[str]:
     return compiled
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_it_compiles_for_hopper_with_the_references_rounding():
     for ptx in call_with_triton(compile_variants):

@@ -110,6 +110,7 @@ def compile_kernel() -> tuple[str, str]:
     return compile_for_hopper(rotate_token, LAUNCH, types, fixed, ("token_stride", "head_stride"))
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_it_compiles_for_hopper():
     ptx, report = call_with_triton(compile_kernel)

@@ -70,6 +70,7 @@ def compare_cuts(attend, kind, lengths, planted=0):
     return different
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_a_row_has_the_bits_of_its_own_keys():
     from unittest.mock import patch
@@ -92,6 +93,7 @@ def test_a_row_has_the_bits_of_its_own_keys():
     assert compare_cuts(attend, KINDS[0], (200,))["decoded"] > 0, "splits of other sizes"
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_results_log_sums_and_gradients_are_those_of_float64():
     from unittest.mock import patch

@@ -89,6 +89,7 @@ def test_leaves_one_after_the_other_build_the_tree(leaves):
     assert list_merges(2 * leaves)[:leaves] == list_merges(leaves), "programs that share a tree read one table"
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_the_kernels_sums_are_the_references():
     import numpy

@@ -65,6 +65,7 @@ def test_an_engines_kernel_writes_the_result_and_its_quantized_rows():
         assert torch.equal(result, multiply(x)) and same_bits(rows, wanted) and rows[1].stride() == wanted[1].stride()
 
 
+@pytest.mark.kernels
 @in_interpreter
 def test_bytes_and_scales_match_two_separate_kernels_and_may_be_padded():
     from megatron_rl.kernels.quantize.triton import quantize_activation
@@ -110,6 +111,7 @@ def compile_variants() -> list[tuple[str, str]]:
     return compiled
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_it_compiles_for_hopper_and_rounds_as_two_kernels_do():
     """The values are rounded to BF16 before they are quantized."""
@@ -140,6 +142,7 @@ def find_spills_on_blackwell() -> list[tuple[int, str]]:
     return [(kernel.metadata.num_warps, compile_kernels.find_spill(kernel, 100)) for kernel in compiled["quantize_swiglu_tile"]]
 
 
+@pytest.mark.kernels
 @needs_triton
 def test_gradients_that_are_not_transposed_fit_in_the_registers_of_blackwell():
     assert call_with_triton(find_spills_on_blackwell) == [(8, "")] * 2

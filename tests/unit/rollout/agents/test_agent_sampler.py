@@ -51,6 +51,7 @@ def test_agents_fail_or_hang_each_for_itself_and_end_with_all_their_processes(de
     assert hung.environment_error == "timeout after 4 s" and alive_after(descendants(), 60) == []
 
 
+@pytest.mark.long
 def test_an_agent_that_kills_or_stops_its_keeper_costs_only_itself(descendants):
     with sampler_of(name=f"{AGENTS}:end_keeper", timeout=4) as sampler:
         killed, stopped = sample(sampler, "kill", "stop")

@@ -84,6 +84,7 @@ def move_bytes():
     assert not torch.equal(before[128:256, 256:384], after[128:256, 256:384]), "tiny numbers do not"
 
 
+@pytest.mark.long
 def test_without_the_hook_sglang_moves_bytes():
     call_in_fresh_process(move_bytes, OMP_NUM_THREADS="1")
 
@@ -174,10 +175,12 @@ def choose_bf16_products():
         assert unquant.get_bf16_gemm_backend().is_cutedsl() is (unquant._use_cutedsl_bf16_gemm is not None) is by_tokens
 
 
+@pytest.mark.long
 def test_unquantized_products_do_not_depend_on_the_number_of_tokens():
     call_in_fresh_process(choose_bf16_products, OMP_NUM_THREADS="1")
 
 
+@pytest.mark.long
 def test_with_the_hooks_bytes_stay_and_deepgemm_reads_derived_scales():
     """Accepted and refused kernels are values of SGLang's arguments."""
     choices = call_in_fresh_process(keep_all_bytes, OMP_NUM_THREADS="1")

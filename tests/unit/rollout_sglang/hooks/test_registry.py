@@ -55,6 +55,7 @@ registry.verify()
 """
 
 
+@pytest.mark.long
 def test_an_engine_whose_hooks_cannot_be_applied_ends_with_the_error_that_sglang_only_logs():
     environment = os.environ | {"SGLANG_PLATFORM": NAME}
     done = subprocess.run([sys.executable, "-c", VERIFY], env=environment, capture_output=True, text=True)
