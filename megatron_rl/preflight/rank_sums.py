@@ -15,7 +15,6 @@ from megatron_rl.kernels.attention.requirements import HEAD_WIDTHS, SPLIT_WIDTHS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout.engine_packages import HOPPER
 from parallel.attention import SoftmaxAttention
-from parallel.model_geometry import ModelGeometry
 from parallel.row_sums import count_parts
 
 
@@ -28,8 +27,12 @@ class Limit(NamedTuple):
     fix: str
 
 
-def _has_other_attention(model: ModelGeometry) -> bool:
-    return any(type(kind) is not SoftmaxAttention for kind in model.attention)
+def _find_experts(facts: Facts) -> str | None:
+    return None if facts.model.experts is None else facts.model.family
+
+
+def _find_other_attention(facts: Facts) -> str | None:
+    return facts.model.family if any(type(kind) is not SoftmaxAttention for kind in facts.model.attention) else None
 
 
 def _get_option(facts: Facts, name: str) -> Any:
@@ -81,13 +84,13 @@ ANYWHERE = (
 OF_MODELS = tuple(
     Limit(
         "model.path",
-        lambda facts, has_part=has_part: facts.model.family if has_part(facts.model) else None,
+        find,
         f"has {part}, for which trainer and engine have no common kernels with precision.reduction = 'ranks'",
         "use precision.reduction = 'fast', or 'tree' on a CPU",
     )
-    for part, has_part in (
-        ("experts", lambda model: model.experts is not None),
-        ("attention other than plain softmax (gated delta nets, latent attention, or sinks)", _has_other_attention),
+    for part, find in (
+        ("experts", _find_experts),
+        ("attention other than plain softmax (gated delta nets, latent attention, or sinks)", _find_other_attention),
     )
 )
 """Models that are refused on every device."""

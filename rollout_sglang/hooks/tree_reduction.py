@@ -149,14 +149,10 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **named: Any
 def keep_cut_scales(model: torch.nn.Module) -> None:
     """Copy the scales of row-parallel layers on a GPU as slices, if this module adds them, as attributes of the scales. After a sync, do so
     in place, because CUDA graphs read their address."""
-    for layer in model.modules():
+    layer: Any
+    for layer in model.modules() if torch.cuda.is_available() else ():
         scale = getattr(layer, "weight_scale_inv", None)
-        if (
-            scale is not None
-            and hasattr(layer, "input_is_parallel")
-            and count_slices(layer.tp_group.world_size)
-            and torch.cuda.is_available()
-        ):
+        if scale is not None and hasattr(layer, "input_is_parallel") and count_slices(layer.tp_group.world_size):
             kept = getattr(scale, CUT, None)
             setattr(scale, CUT, cut_scales(layer) if kept is None else kept.copy_(cut_scales(layer)))
 
