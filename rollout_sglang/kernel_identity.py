@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels import batch_invariant, plain
 from megatron_rl.kernels.attention import flash3
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.gated_delta import reference as delta
 from megatron_rl.kernels.gates import reference as gates
 from megatron_rl.kernels.heads import reference as heads
-from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.linear import reference as linear
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.split_attention import ORDER

@@ -65,12 +65,12 @@ def launch_all() -> None:
     from megatron_rl.kernels.cache_units.triton import enter_units
     from megatron_rl.kernels.embedding.triton import add_token_rows
     from megatron_rl.kernels.experts import triton as token_rows_triton
-    from megatron_rl.kernels.experts.token_groups import TokenGroups
     from megatron_rl.kernels.experts.triton import pack, quantize_weighed, spread_packed
     from megatron_rl.kernels.heads import Heads
     from megatron_rl.kernels.heads import triton as heads_triton
     from megatron_rl.kernels.norm import triton as norm_triton
     from megatron_rl.kernels.norm.triton import quantize_norm
+    from megatron_rl.kernels.quantize.token_groups import TokenGroups
     from megatron_rl.kernels.quantize.triton import quantize_activation, quantize_into
     from megatron_rl.kernels.rope.reference import Rotation
     from megatron_rl.kernels.rope.triton import rotate

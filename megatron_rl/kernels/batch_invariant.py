@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron_rl.kernels.linear import plain
+from megatron_rl.kernels import plain
 from megatron_rl.precision import threads
 from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.threads import all_threads, single_threaded
@@ -103,7 +103,7 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype. On a GPU, see `kernels.linear.plain`."""
+    """Return x . W^T `[..., N]`; x `[..., K]` and weight `[N, K]` have the same dtype. On a GPU, see `kernels.plain`."""
     if plain.takes(x, weight):
         return plain.multiply(x, weight)
     columns = _min_columns(weight.shape[-1], MIN_COLUMNS) if x.dtype == torch.float32 else MIN_COLUMNS

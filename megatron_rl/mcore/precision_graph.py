@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
-from megatron_rl.kernels.linear import make_grouped_backend
+from megatron_rl.kernels.experts.backends import make_grouped_backend
 from megatron_rl.mcore import kernel_identity
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLayer
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention

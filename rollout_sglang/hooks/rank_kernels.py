@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels import plain
 from megatron_rl.kernels.attention import flash3
-from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.rope.reference import make_tables
 
 FP8_FUNCTION = "deepgemm_w8a8_block_fp8_linear_with_fallback"

@@ -11,7 +11,8 @@ from support.samples import assert_same
 from support.trainer import STILL, Trainer, own
 
 from megatron_rl.batch.draws import mark_draws
-from megatron_rl.kernels.linear import make_backend, make_grouped_backend
+from megatron_rl.kernels.experts.backends import make_grouped_backend
+from megatron_rl.kernels.linear import make_backend
 from megatron_rl.mcore.layers.moe import experts, forecast, token_counts
 from megatron_rl.mcore.layers.moe.router import ModelRouters, RoutingReplay
 from parallel.layout import Layout

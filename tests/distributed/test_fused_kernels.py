@@ -15,9 +15,10 @@ from support.models import FP8, FP32, random_sequences
 from support.trainer import STILL, Trainer, latent_attention, own
 
 from megatron_rl.kernels.experts import deep_gemm
+from megatron_rl.kernels.experts.backends import make_grouped_backend
 from megatron_rl.kernels.experts.deep_gemm import view_as_one
 from megatron_rl.kernels.experts.reference import scatter_tokens
-from megatron_rl.kernels.linear import make_backend, make_grouped_backend
+from megatron_rl.kernels.linear import make_backend
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore import actor

@@ -8,8 +8,8 @@ from support.fp8_reference import check_columns, check_kernel, check_rows, quant
 
 from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
 from megatron_rl.kernels.experts.reference import collect
-from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_backend, requirements
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_weight
 from parallel.formats import FP8
 

@@ -1,11 +1,12 @@
 """Products of both sides: a row alone has the bits that it has among others, by DeepGEMM in FP8, and in BF16 in its deterministic mode.
-Both sides' BF16 product is `kernels.linear.plain`."""
+Both sides' BF16 product is `kernels.plain`."""
 
 import pytest
 import torch
 from support.kernel_tests import random
 
-from megatron_rl.kernels.linear import make_backend, plain
+from megatron_rl.kernels import plain
+from megatron_rl.kernels.linear import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 

@@ -10,8 +10,8 @@ import torch
 from support import fake_gpu_libraries
 from support.fp8_reference import quantize_128x1, uneven
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_weight, round_trip_1x128, round_trip_128x1
 from parallel.formats import FP8
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128
 from parallel.digest import flat_bytes
 

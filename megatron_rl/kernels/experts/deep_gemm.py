@@ -20,9 +20,9 @@ import torch
 
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.blackwell import is_blackwell
-from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear.base import Operand
 from megatron_rl.kernels.linear.deep_gemm import BLOCK_RECIPE, GROUP_RECIPE, DeepGemmBackend, DeepGemmWeight, supports_inplace_add
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK, TensorFormat
 

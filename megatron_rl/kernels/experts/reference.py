@@ -2,7 +2,7 @@
 token's experts, and rounded once, as in SGLang.
 
 `order` int64 `[n, k]` holds the places of the k rows of each token among the n k rows sorted by expert. `places` int64 `[n]` holds the
-places of n rows among more rows (`kernels.experts.token_groups`). `place_tokens` and `tabulate_parts` compute places from counts that only
+places of n rows among more rows (`kernels.quantize.token_groups`). `place_tokens` and `tabulate_parts` compute places from counts that only
 the device knows (`mcore.layers.moe.forecast`).
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.kernels import with_kernel
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from parallel.formats import BLOCK
 
 
@@ -86,7 +87,7 @@ def place_tokens(
 
 @with_kernel
 def tabulate_parts(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tables (sources int32 `[T]`, experts int32 `[T]`, places int64 `[S size]`) of `TokenGroups.from_parts` for counts int64
+    """Return the tables (sources int32 `[T]`, experts int32 `[T]`, places int64 `[S size]`) of `group_parts` for counts int64
     `[S, E]`. T is the most rows that the groups can need. Places of rows without a token are 0."""
     parts, experts = counts.shape
     rows, n = (parts * size // BLOCK + experts) * BLOCK, parts * size
@@ -99,3 +100,12 @@ def tabulate_parts(counts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch
     sources = torch.where(offset < counts.t().flatten()[chunk], first_tokens.t().flatten()[chunk] + offset, -1).clamp(max=n - 1)
     places = row.new_zeros(n + 1).index_copy_(0, torch.where(sources < 0, n, sources), row)[:n]
     return sources.int(), torch.where(row < lengths.sum(), chunk // parts, -1).int(), places
+
+
+def group_parts(counts: torch.Tensor, size: int) -> TokenGroups:
+    """Return the groups of S parts of `size` rows each, n = S `size`. Each part begins with tokens, sorted by expert; `counts` int64
+    `[S, E]`, on the device, are their numbers. The rest of a part is in no row, and its place is 0. DeepGEMM skips rows of expert -1 on
+    Hopper, and multiplies them with expert 0 on Blackwell."""
+    sources, experts, places = tabulate_parts(counts, size)
+    none = counts.new_empty(0)
+    return TokenGroups([], places, sources, experts, none.int(), (none, none))

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.kernels.quantize.triton import (
     LAUNCH,
     QuantizedPair,

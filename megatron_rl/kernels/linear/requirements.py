@@ -53,7 +53,7 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # one of each tuple o
 
 def find_missing(name: str, format: TensorFormat = FP8, experts: bool = False) -> list[tuple[str, str]]:
     """Return pairs (reason why the backend cannot run on this machine, fix), the most important first. Empty if it can run. `experts`:
-    whether the model has experts, whose products are DeepGEMM's (`kernels.linear.GROUPED`)."""
+    whether the model has experts, whose products are DeepGEMM's (`kernels.experts.backends.GROUPED`)."""
     if (format.name, name) not in PRODUCTS:
         return [(f"it has no {format.name.upper()} products", "name another")]
     if name == "emulated":

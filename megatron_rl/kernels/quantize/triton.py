@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from megatron_rl.precision.ue8m0 import GROUPS_PER_WORD
 from parallel.formats import BLOCK

@@ -21,9 +21,9 @@ from megatron.core import parallel_state
 
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK, LOGITS_PER_GPU_CHUNK
+from megatron_rl.kernels import plain
 from megatron_rl.kernels.batch_invariant import MIN_ROWS, invariant_matmul
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.kernels.linear import plain
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.base.weight_gradient import WeightGradient

@@ -6,8 +6,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_rl.kernels import plain
 from megatron_rl.kernels.batch_invariant import InvariantMatmuls
-from megatron_rl.kernels.linear import plain
 from megatron_rl.mcore.base.weight_gradient import add_product
 
 
@@ -33,6 +33,6 @@ def patch_linear_products() -> None:
 
 @functools.cache
 def share_products() -> None:
-    """Multiply BF16 in this process on a GPU as the engine does; see `kernels.linear.plain`."""
+    """Multiply BF16 in this process on a GPU as the engine does; see `kernels.plain`."""
     plain.share_products()
     patch_linear_products()

@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.experts.expert_sum import sum_experts
-from megatron_rl.kernels.experts.reference import place_tokens, scatter_tokens, sum_tokens, weigh
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.experts.reference import group_parts, place_tokens, scatter_tokens, sum_tokens, weigh
 from megatron_rl.kernels.linear.reference import project_up
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.mcore.base import two_batch
 from megatron_rl.mcore.base.exchange import exchange_rows
@@ -329,7 +329,7 @@ class EvenDispatcher(Dispatcher):
         if not self.as_received:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         if self.parts is not None:
-            groups = TokenGroups.from_parts(self.parts.received, len(global_probs) // self.ep_size)
+            groups = group_parts(self.parts.received, len(global_probs) // self.ep_size)
         else:
             groups = TokenGroups.from_counts(self.num_global_tokens_per_local_expert, global_probs.device)
         return global_input_tokens, groups, global_probs

@@ -3,7 +3,7 @@
 Without a record to replay, only the device knows how many tokens ranks exchange (`token_counts`), and asking it costs a wait in each layer.
 Here, a rank sends a part of a fixed size to each rank: the largest share of a rank's tokens that went there in the same layer in recent
 passes, times `SLACK`. Tokens come first in a part, and nobody reads the rest. Received parts are spread to the experts' rows by tables that
-the device computes (`TokenGroups.from_parts`). Each token is in the row in which it would be otherwise, so no bit changes.
+the device computes (`group_parts`). Each token is in the row in which it would be otherwise, so no bit changes.
 
 A part may be too small. The device notes this and the shares, and all ranks read them once at the end of a pass. The pass is then repeated
 with counts, like the first pass, of which nothing is known. Sizes are a function of numbers that all ranks have, so they agree on them.

@@ -1,4 +1,4 @@
-"""Runs all experts of a rank at once, with one kernel per product (`kernels.linear.GROUPED`) and fused operators in between.
+"""Runs all experts of a rank at once, with one kernel per product (`kernels.experts.backends.GROUPED`) and fused operators in between.
 
 No padded, weighted or activated copy of the tokens is written in BF16.
 """
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.kernels.experts.backends import make_grouped_backend
 from megatron_rl.kernels.experts.reference import collect
-from megatron_rl.kernels.experts.token_groups import TokenGroups
-from megatron_rl.kernels.linear import make_grouped_backend
 from megatron_rl.kernels.linear.base import Operand
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.mcore.base import two_batch
 from megatron_rl.mcore.base.exchange import make_placeholder
 from megatron_rl.mcore.base.weight_gradient import hand_over_gradient

@@ -33,7 +33,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.kernels.batch_invariant import InvariantRouting
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.mcore.base.names import iter_modules, override
 from megatron_rl.mcore.base.two_batch import PerMicroBatch
 from megatron_rl.mcore.base.weight_gradient import take_weights

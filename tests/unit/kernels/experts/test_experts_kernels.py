@@ -10,8 +10,8 @@ from support.kernel_tests import in_interpreter, random
 
 from megatron_rl.kernels.experts import expert_sum
 from megatron_rl.kernels.experts.expert_sum import sum_experts
-from megatron_rl.kernels.experts.reference import collect, place_tokens, scatter_tokens, sum_tokens, tabulate_parts, weigh
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.experts.reference import collect, group_parts, place_tokens, scatter_tokens, sum_tokens, tabulate_parts, weigh
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.kernels.sums import reference as tree
 from parallel.formats import BLOCK
 
@@ -84,7 +84,7 @@ def test_tables_put_every_token_into_a_row_of_its_expert(counts):
 @settings(max_examples=50, deadline=None)
 def test_parts_give_every_token_the_row_that_counts_on_the_host_give_it(counts, spare):
     exact, size = TokenGroups.from_counts(counts, "cpu"), max(map(sum, counts)) + spare
-    groups = TokenGroups.from_parts(torch.tensor(counts), size)
+    groups = group_parts(torch.tensor(counts), size)
     tokens = torch.cat([number * size + torch.arange(sum(chunk)) for number, chunk in enumerate(counts)])
     assert groups.rows % BLOCK == 0 and groups.rows >= exact.rows and len(groups.places) == len(counts) * size
     of_experts = groups.sources[: exact.rows]
@@ -165,7 +165,7 @@ def test_bytes_and_scales_match_separate_kernels():
     packed = torch.randint(0, 1 << 30, (tokens, 64 + 2), dtype=torch.int32)
     found, wanted = spread_packed(packed, groups), fake_gpu_libraries.spread_packed(packed, groups)
     assert same_bits(found, wanted) and found[1].stride() == (1, 384)
-    parts, size = TokenGroups.from_parts(SENT, 150), 150
+    parts, size = group_parts(SENT, 150), 150
     sent = torch.full((len(SENT) * size, 64 + 2), -1, dtype=torch.int32)
     sent[torch.cat([number * size + torch.arange(count) for number, count in enumerate(SENT.sum(1).tolist())])] = packed
     in_parts = spread_packed(sent, parts)

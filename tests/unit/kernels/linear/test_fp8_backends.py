@@ -7,8 +7,8 @@ from support.fp8_reference import both_scale_formats, uneven_matrix
 from megatron_rl.errors import RunError
 from megatron_rl.kernels.experts import deep_gemm
 from megatron_rl.kernels.experts.deep_gemm import DeepGemmExperts
-from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import FP8
 

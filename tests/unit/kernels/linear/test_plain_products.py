@@ -9,7 +9,7 @@ from support import fake_gpu_libraries
 from support.kernel_tests import random
 
 from megatron_rl.errors import RunError
-from megatron_rl.kernels.linear import plain
+from megatron_rl.kernels import plain
 
 
 @pytest.fixture

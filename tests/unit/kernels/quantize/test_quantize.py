@@ -8,7 +8,7 @@ import torch
 from support.fp8_reference import check_kernel, engine_layouts, same_bits, uneven
 from support.kernel_tests import call_with_triton, compile_for_hopper, ignore_marks, in_interpreter, needs_triton
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.precision.fp8 import quantize_1x128
 from megatron_rl.precision.ue8m0 import pack_scales
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.fp8_reference import same_bits, uneven
 from support.kernel_tests import call_with_triton, compile_for_hopper, ignore_marks, in_interpreter, needs_triton, random
 
-from megatron_rl.kernels.experts.token_groups import TokenGroups
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu import reference
 from megatron_rl.kernels.swiglu.reference import swiglu
 

@@ -9,7 +9,7 @@ from support.kernel_tests import random
 from support.sglang_signatures import list_calls, read_function
 
 from megatron_rl.errors import RunError
-from megatron_rl.kernels.linear import plain
+from megatron_rl.kernels import plain
 from rollout_sglang.hooks import rank_kernels
 
 BACKEND = "srt/layers/attention/flashattention_backend"

@@ -10,8 +10,8 @@ from support.fp8_reference import uneven_matrix
 from support.kernel_tests import random
 
 from megatron_rl.kernels.experts.reference import scatter_tokens, weigh
-from megatron_rl.kernels.experts.token_groups import TokenGroups
 from megatron_rl.kernels.linear import make_backend
+from megatron_rl.kernels.quantize.token_groups import TokenGroups
 from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.mcore.layers.moe.experts import EvenDispatcher
 from megatron_rl.mcore.layers.moe.grouped_experts import GroupedLinear, run_experts

@@ -9,15 +9,14 @@ import numpy as np
 import torch
 
 from megatron_rl.kernels.device_copy import copy_to_device
-from megatron_rl.kernels.experts.reference import tabulate_parts
 from parallel.formats import BLOCK
 
 
 @dataclass(frozen=True)
 class TokenGroups:
     """Tables of n tokens in T padded rows, for kernels of grouped products and kernels that spread tokens. If the host knows the counts, it
-    builds the tables and sends them in one copy without waiting for the device. Otherwise (`from_parts`), the tables that only WGrad reads
-    are empty: `lengths`, `sizes`, and `tiles`."""
+    builds the tables and sends them in one copy without waiting for the device. Otherwise (`kernels.experts.reference.group_parts`), the
+    tables that only WGrad reads are empty: `lengths`, `sizes`, and `tiles`."""
 
     lengths: list[int]  # rows of each expert; multiples of 128, possibly 0
     places: torch.Tensor  # int64 `[n]`: row of each token
@@ -48,15 +47,6 @@ class TokenGroups:
         sent = copy_to_device(torch.from_numpy(table), torch.device(device)).split(parts)
         halves = [part.view(torch.int32) for part in (sent[2], sent[3], sent[5])]
         return cls(sizes.tolist(), sent[4], halves[0], halves[1], halves[2][:experts], (sent[0], sent[1]))
-
-    @classmethod
-    def from_parts(cls, counts: torch.Tensor, size: int) -> TokenGroups:
-        """Return the groups of S parts of `size` rows each, n = S `size`. Each part begins with tokens, sorted by expert; `counts` int64
-        `[S, E]`, on the device, are their numbers. The rest of a part is in no row, and its place is 0. DeepGEMM skips rows of expert -1 on
-        Hopper, and multiplies them with expert 0 on Blackwell."""
-        sources, experts, places = tabulate_parts(counts, size)
-        none = counts.new_empty(0)
-        return cls([], places, sources, experts, none.int(), (none, none))
 
     @property
     def rows(self) -> int:
