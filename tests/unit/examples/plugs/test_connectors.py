@@ -13,8 +13,8 @@ import pytest
 from support.agents import ChatTokenizer, Policy, config
 from support.processes import ROOT, Command, free_port, until
 
-from examples.plugs.nemo_gym_agent import read_row
 from megatron_rl.config.data import DataConfig
+from megatron_rl.data.sets import read_set
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.rollout.engine import ParsedToolCalls
 from megatron_rl.types import Problem, SamplingParams
@@ -125,7 +125,14 @@ def test_a_resources_server_in_the_form_of_nemo_gym_gives_tools_and_judges():
     first = Counter.judged[0]["response"]["output"]
     assert [item["type"] for item in first] == ["function_call", "function_call_output"] * 2 + ["message"]
     assert [item["output"] for item in first if "output" in item] == ['{"detail": "count is missing"}', '{"success": true}']
-    assert read_row(COUNTS[0]).question == '[{"role": "user", "content": "add 3"}]'
+
+
+def test_rows_of_nemo_gym_reach_the_agent_as_they_are(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in COUNTS))
+    data = DataConfig(train=str(tmp_path / "rows.jsonl"), format="examples.plugs.nemo_gym_agent:read_row")
+    problems = read_set(data.train[0], data, "data.train").problems
+    assert [problem.columns for problem in problems] == COUNTS
+    assert problems[0].prompt == '[{"role": "user", "content": "add 3"}]'
 
 
 @needs("nemo-gym")
