@@ -138,17 +138,17 @@ ON_GPUS = (
         "is a kernel that the trainer does not have, but precision.reduction = 'ranks' promises a mismatch of 0",
         "leave it out",
     ),
-    Limit(
-        "rollout.sglang.cuda_graph_backend_prefill",
-        _find_prefill_graphs,
-        "captures the attention of prompts, for which precision.reduction = 'ranks' promises no order of sums",
-        "leave it out",
-    ),
-    Limit(
-        "rollout.sglang.cuda_graph_config",
-        partial(_get_option, name="cuda_graph_config"),
-        "may capture the attention of prompts, for which precision.reduction = 'ranks' promises no order of sums",
-        "use options of a single value, such as cuda_graph_bs_decode",
+    *(
+        Limit(
+            f"rollout.sglang.{name}",
+            find,
+            "may capture the attention of prompts, for which precision.reduction = 'ranks' promises no order of sums",
+            "leave it out, or use an option of decoding alone, such as cuda_graph_bs_decode",
+        )
+        for name, find in (
+            ("cuda_graph_backend_prefill", _find_prefill_graphs),
+            ("cuda_graph_config", partial(_get_option, name="cuda_graph_config")),
+        )
     ),
     *(
         Limit(

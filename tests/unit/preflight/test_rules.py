@@ -93,8 +93,8 @@ RANK_GPUS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"model": {"num_attention_heads": 4, "num_key_value_heads": 4}},
     ),
     ("rollout.sglang.attention_backend = 'flashinfer': is a kernel that the trainer does not have", (HIGH, FLASHINFER), {}),
-    ("rollout.sglang.cuda_graph_backend_prefill = 'full': captures the attention of prompts", (HIGH, f"{GRAPHS}=full"), WIDE_HEADS),
-    ("rollout.sglang.cuda_graph_backend_prefill = 'breakable': captures the", (HIGH, TRITON, f"{GRAPHS}=breakable"), WIDE_HEADS),
+    ("rollout.sglang.cuda_graph_backend_prefill = 'full': may capture the attention of prompts", (HIGH, f"{GRAPHS}=full"), WIDE_HEADS),
+    ("rollout.sglang.cuda_graph_backend_prefill = 'breakable': may capture the", (HIGH, TRITON, f"{GRAPHS}=breakable"), WIDE_HEADS),
     (
         "rollout.sglang.cuda_graph_config = {'decode': {'max_bs': 8}}: may capture",
         (HIGH, "--rollout.sglang.cuda_graph_config={decode = {max_bs = 8}}"),
