@@ -70,10 +70,12 @@ class EngineProcess:
             self._children = psutil.Process(self.pid).children(recursive=True)
 
     def get_memory_mb(self) -> float:
-        """Return the resident MiB of all processes together. Shared pages count in each process."""
-        with contextlib.suppress(psutil.Error):
-            server = psutil.Process(self.pid)
-            return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 2**20
+        """Return the resident MiB of the server and its remembered descendants together. Shared pages count in each process. Finding
+        descendants reads every process of the machine, so it is repeated only if one has ended."""
+        for _ in range(2):
+            with contextlib.suppress(psutil.Error):
+                return sum(process.memory_info().rss for process in (psutil.Process(self.pid), *self._children)) / 2**20
+            self.remember_children()
         return 0.0
 
     def log_tail(self) -> str:

@@ -36,6 +36,7 @@ from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
 from megatron_rl.mcore.passes.sampled_scores import SampledScores
+from megatron_rl.mcore.passes.shared_prompts import SharedPrompts, can_share
 from megatron_rl.mcore.weights.step_response import StepResponse
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
@@ -72,6 +73,7 @@ class _Row:
     ahead: list[Lookahead]  # holds at most one element; empty if no MTP layers are run
     known: KnownRoutes  # expert token counts that are known before the pass
     draws: Draws | None  # to be recorded
+    shared: SharedPrompts | None  # None: all positions are computed
 
 
 class Policy:
@@ -84,6 +86,7 @@ class Policy:
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
         self._draw_record: DrawRecord | None = None
+        self._shares_prompts = can_share(self.chunks[0].config, self._device)
 
     @property
     def attention_length(self) -> float:
@@ -139,14 +142,20 @@ class Policy:
         """Return this rank's logits [1, t, vocab / tp] of a micro-batch without a pipeline schedule (pp = 1)."""
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
-    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN) -> torch.Tensor:
+    def _forward(
+        self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN, shared: SharedPrompts | None = None
+    ) -> torch.Tensor:
         """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores
-        (`score_positions`)."""
-        positions = shard.select(batch.positions)
+        (`score_positions`). With `shared`, only its positions are computed."""
+        tokens, positions = shard.select(batch.tokens), shard.select(batch.positions)
+        if shared is not None:
+            tokens, positions = tokens[:, shared.computed], positions[:, shared.computed]
         packed_params = make_packed_params(batch.lengths, shard, positions)
+        if shared is not None:
+            packed_params.groups = shared.place(packed_params.groups)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
         with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, not batch.sample_indices, known):
-            return chunk(shard.select(batch.tokens), positions, None, packed_seq_params=packed_params)
+            return chunk(tokens, positions, None, packed_seq_params=packed_params)
 
     def _run(
         self,
@@ -178,7 +187,8 @@ class Policy:
             if self._draw_record is not None:
                 marked = scored.select(shard.select(batch.draws)) if len(batch.draws) else batch.draws
                 draws = Draws.choose(marked, scored.select(shard.select(batch.token_indices)), self._draw_record)
-            return _Row(batch.to(self._device), shard.to(self._device), scored.to(self._device), ahead, known, draws)
+            shared = SharedPrompts.find(batch, samples) if self._shares_prompts else None
+            return _Row(batch.to(self._device), shard.to(self._device), scored.to(self._device), ahead, known, draws, shared)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
             model = unwrap_model(chunk)
@@ -186,8 +196,9 @@ class Policy:
                 model.set_input_tensor(stage_input)
             targets = replace(row.scored.select_targets(row.batch, row.shard, self.temperature), draws=row.draws)
             ahead = model.look_ahead(*row.ahead) if row.ahead else nullcontext()
-            with score_positions(model, row.scored.index, targets, entropy), ahead:
-                return self._forward(chunk, row.batch, row.shard, row.known)
+            index = row.scored.index if row.shared is None else row.shared.places[row.scored.index]
+            with score_positions(model, index, targets, entropy), ahead:
+                return self._forward(chunk, row.batch, row.shard, row.known, row.shared)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
             model, rows = unwrap_model(chunk), [prepare(*each) for each in islice(iterator, at_once)]
@@ -221,6 +232,7 @@ class Actor(Policy):
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
+        self._shares_prompts = False  # gradients would be added up in another order, and hooks of a walk read every position
         self._train, self.steps_done, self.routing.replay_enabled = train, 0, True
         self._mtp_layers: int = self.chunks[0].config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)

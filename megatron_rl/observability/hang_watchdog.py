@@ -27,6 +27,7 @@ from megatron_rl.observability.files import replace_file
 from parallel.layout import format_numbers
 
 _MAX_INTERVAL = 30.0  # maximum seconds between two writes of a rank's file
+_FRESH = 0.2  # seconds in which a rank's file stays as it is if only other threads than the main thread enter phases
 _REPORT_SECONDS = 60.0  # seconds that reporting a hang may take before the rank exits anyway
 
 
@@ -63,6 +64,7 @@ class HangWatchdog:
         self._interval = min(stuck_after / 20, _MAX_INTERVAL)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._phase, self._step, self._limit, self._since, self._stacks_dumped = "start", 0, 0.0, time.monotonic(), False
+        self._written = 0.0  # when the file was written
         self._write_status()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -73,6 +75,8 @@ class HangWatchdog:
             self._limit, self._since = limit, time.monotonic()
             if threading.current_thread() is threading.main_thread():  # other threads only show that the run is alive
                 self._phase, self._step = phase, self._step if step is None else step
+            elif self._since - self._written < _FRESH:
+                return
         self._write_status()
 
     def close(self) -> None:
@@ -95,8 +99,9 @@ class HangWatchdog:
     def _write_status(self) -> None:
         """Replace this rank's file. A failing disk does not stop the run."""
         with self._lock, suppress(OSError):
+            self._written = time.monotonic()
             place = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "phase": self._phase, "step": self._step}
-            seconds = round(time.monotonic() - self._since, 3)
+            seconds = round(self._written - self._since, 3)
             status = {**place, "seconds": seconds, "limit": self._limit, "noted": self._stacks_dumped}
             replace_file(_status_file(self._folder, self._rank), json.dumps(status))
 
