@@ -142,17 +142,58 @@ def test_a_server_of_nemo_gym_gives_tools_and_judges(python, tmp_path):
         assert outcomes(play([*GYM, url], replies, COUNTS)) == [(1.0, 3, ""), (0.0, 3, "")]
 
 
-@needs("openenv-core")
-def test_environments_of_openenv_take_texts_and_calls(python, tmp_path):
+def check_openenv(python, guess, adder):
+    """Play with two environments of `support.openenv_server`."""
     agent = [python, str(PLUGS / "openenv_agent.py")]
-    with serving(tmp_path / "guess", python, SUPPORT / "openenv_server.py", "guess") as url:
-        right, cut = play([*agent, url, "message"], ["5", "many", "7", "6"], [{"seed": 7}, {"seed": 6}], max_calls=3)
+    right, cut = play([*agent, guess, "message"], ["5", "many", "7", "6"], [{"seed": 7}, {"seed": 6}], max_calls=3)
     assert outcomes([right, cut]) == [(0.75, 3, ""), (-0.5, 3, "")] and cut.finish_reason == "turns"
     assert '"hint": "more"' in right.dialogue[1] and "VALIDATION_ERROR" in right.dialogue[3]
-    with serving(tmp_path / "adder", python, SUPPORT / "openenv_server.py", "adder") as url:
-        replies = ['add{"a": 1}', "add[", 'add{"a": 2}', "done"]
-        done, ended = play([*agent, url], replies, [{"seed": 6}, {"seed": 0}])
+    done, ended = play([*agent, adder], ['add{"a": 1}', "add[", 'add{"a": 2}', "done"], [{"seed": 6}, {"seed": 0}])
     assert outcomes([done, ended]) == [(1.0, 3, ""), (1.0, 4, "")]
+
+
+@needs("openenv-core")
+def test_environments_of_openenv_take_texts_and_calls(python, tmp_path):
+    server = (python, SUPPORT / "openenv_server.py")
+    with serving(tmp_path / "guess", *server, "guess") as guess, serving(tmp_path / "adder", *server, "adder") as adder:
+        check_openenv(python, guess, adder)
+
+
+CLIENT = """
+from types import SimpleNamespace
+
+class GenericEnvClient:
+    def __init__(self, base_url, message_timeout_s):
+        self.kind = base_url
+    def sync(self):
+        return self
+    __enter__ = sync
+    def __exit__(self, *_):
+        pass
+    def reset(self, seed):
+        self.number = seed
+        return SimpleNamespace(observation={"hint": "guess"} if self.kind == "guess" else {}, reward=None, done=False)
+    def step(self, action):
+        if action.get("type") == "list_tools":
+            tools = [{"name": "add", "description": "", "input_schema": {"type": "object"}}]
+            return SimpleNamespace(observation={"tools": tools}, reward=None, done=False)
+        try:
+            number = int(action["message"] if self.kind == "guess" else action["arguments"]["a"])
+        except (ValueError, TypeError):
+            raise RuntimeError("Server error: Invalid message (code: VALIDATION_ERROR)") from None
+        if self.kind == "guess":
+            hint = {"hint": "more" if number < self.number else "less"}
+            return SimpleNamespace(observation=hint, reward=1.0 if number == self.number else -0.25, done=number == self.number)
+        self.number += number
+        return SimpleNamespace(observation={"tool_name": "add", "result": self.number}, reward=0.5, done=self.number == 9)
+"""
+
+
+def test_the_loop_with_a_stand_in_for_the_client_of_openenv(tmp_path, monkeypatch):
+    (tmp_path / "openenv").mkdir()
+    (tmp_path / "openenv" / "core.py").write_text(CLIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check_openenv(sys.executable, "guess", "adder")
 
 
 TYPED = {"keystrokes": "echo yes > answer\n", "duration": 0.5}
