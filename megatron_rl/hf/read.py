@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.errors import UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format, find_stack, list_mxfp4
 from megatron_rl.hf.files import INDEX, SINGLE, list_large_files, read_index
-from megatron_rl.hf.stacks import Mxfp4Slice, PartSlice
+from megatron_rl.hf.stacks import ExpertSlice, Mxfp4Slice, PartSlice
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
@@ -62,26 +62,6 @@ def _shorten(names: Sequence[str]) -> str:
     for name in names:
         alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
     return ", ".join(each[0] + f" and {len(each) - 1} of other numbers" * (len(each) > 1) for each in alike.values())
-
-
-class _ExpertSlice:
-    """Stands in for safetensors' slice of an expert's matrix in a stack of all experts: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
-
-    def __init__(self, stack: Any, expert: str, part: str) -> None:
-        self._stack, self._expert, shape = stack, int(expert), stack.get_shape()
-        self._rows, self._cols = (shape[-2] if part == "down" else shape[-2] // 2), shape[-1]
-        self._first = self._rows if part == "up" else 0
-
-    def get_shape(self) -> list[int]:
-        return [self._rows, self._cols]
-
-    def get_dtype(self) -> str:
-        return str(self._stack.get_dtype())
-
-    def __getitem__(self, key: Any) -> torch.Tensor:
-        rows, *cols = key if isinstance(key, tuple) else (key,)
-        start, end, _ = rows.indices(self._rows)
-        return self._stack[(slice(self._expert, self._expert + 1), slice(self._first + start, self._first + end), *cols)][0]
 
 
 class HFCheckpoint:
@@ -354,7 +334,7 @@ class HFCheckpoint:
         if (part := find_stack(name)) is not None:
             others = [self._open_file(self._file_of[each]).get_slice(each) for each in self._list_stored(name)[1:]]
             return Mxfp4Slice(view, others[0], part[1]) if others else PartSlice(view, part[1])
-        return view if stored == name else _ExpertSlice(view, *_EXPERT.fullmatch(name).groups()[1:])  # type: ignore[union-attr]
+        return view if stored == name else ExpertSlice(view, *_EXPERT.fullmatch(name).groups()[1:])  # type: ignore[union-attr]
 
     def _refuse_non_finite(self, name: str, values: torch.Tensor) -> None:
         if not torch.isfinite(values).all():

@@ -70,3 +70,23 @@ class Mxfp4Slice:
         values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])[codes.long()]
         whole = torch.ldexp(values, (scales.int() - 127).unsqueeze(-1)).flatten(1)
         return whole[:, first - groups.start * _GROUP : last - groups.start * _GROUP].bfloat16()
+
+
+class ExpertSlice:
+    """Stands in for safetensors' slice of an expert's matrix in a stack of all experts: gate_up_proj [E, 2I, H], down_proj [E, H, I]."""
+
+    def __init__(self, stack: Any, expert: str, part: str) -> None:
+        self._stack, self._expert, shape = stack, int(expert), stack.get_shape()
+        self._rows, self._cols = (shape[-2] if part == "down" else shape[-2] // 2), shape[-1]
+        self._first = self._rows if part == "up" else 0
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, self._cols]
+
+    def get_dtype(self) -> str:
+        return str(self._stack.get_dtype())
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows, *cols = key if isinstance(key, tuple) else (key,)
+        start, end, _ = rows.indices(self._rows)
+        return self._stack[(slice(self._expert, self._expert + 1), slice(self._first + start, self._first + end), *cols)][0]

@@ -12,7 +12,8 @@ from support.models import edit_config, make_model, read_weights
 from support.trainer import Trainer
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf.read import HFCheckpoint, _ExpertSlice
+from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.hf.stacks import ExpertSlice
 from megatron_rl.sync import loaded_values
 from megatron_rl.sync.loaded_values import LoadedValues
 from megatron_rl.sync.plan import SyncPlan
@@ -110,7 +111,7 @@ def test_experts_in_stacks_are_read_without_the_code_that_loads_them(worlds, tmp
 
 def exchange_halves(folder, precision):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ExpertSlice, "__init__", _exchange_halves(_ExpertSlice.__init__))
+        patch.setattr(ExpertSlice, "__init__", _exchange_halves(ExpertSlice.__init__))
         make_checks(folder, precision, find_layout("qwen3_moe"))
 
 
