@@ -20,6 +20,8 @@ from megatron_rl.types import Completion, Problem, SamplingParams, Scored
 GENERATE = declare("ahead/generate", "sampling this step's completions, in the background", "seconds")
 REWARD = declare("ahead/reward", "scoring this step's completions, after the last one had been sampled", "seconds")
 _FILL = 1.25  # completions in the engines per completion decoded at once; the surplus stands by
+_SHORT = 1 << 13  # most tokens that the groups of a request may sample together; longer completions would keep their neighbors waiting
+_REQUESTS = 8  # fewest requests of a step whose groups share them
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class GroupSampler:
     def __init__(self, config: Config, sampler: Sampler, rewards: Scorer, engines: Engine | None = None) -> None:
         """`engines`: those that may keep columns."""
         self._config, self._sampler, self._rewards, self._engines = config, sampler, rewards, engines
-        self._threads = self.make_threads(config.rollout.group_size)
+        self.per_request = _count_per_request(config)
+        """Number of a step's groups that share a request, unless groups may be aborted."""
+        self._threads = self.make_threads(config.rollout.group_size * self.per_request)
 
     def close(self) -> None:
         """Begin no further group."""
@@ -128,6 +132,16 @@ class GroupSampler:
                 continue
             assign_scored(completions, scored_B, self._rewards)
             return completions, generated
+
+
+def _count_per_request(config: Config) -> int:
+    """Return the number of a step's groups in a request: a request costs about 3 CPU ms besides its completions. Groups with turns,
+    several engines, or sampling ahead have requests of their own, so that no group waits for another one."""
+    rollout = config.rollout
+    if config.environment is not None or config.agent is not None or rollout.engines > 1 or config.placement.max_staleness:
+        return 1
+    completions = min(_SHORT // rollout.max_new_tokens, rollout.max_running_requests)
+    return max(min(completions // rollout.group_size, rollout.prompts_per_step // _REQUESTS), 1)
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:

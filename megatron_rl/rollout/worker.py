@@ -117,6 +117,8 @@ class RolloutWorker:
         wanted = min(len(problems_P), self._config.rollout.prompts_per_step)
         sampling, staleness = replace(self._config.rollout.to_sampling(), columns=self._columns), self._config.placement.max_staleness
         job = GroupJob(draw.version, f"train/{number}", self._config.rollout.group_size, sampling, wanted, draw.owed, staleness)
+        if wanted == len(problems_P):
+            job = replace(job, per_request=self._groups.per_request)
         rollout = self._groups.sample(problems_P, job, ended)
         if wanted < len(problems_P):
             rollout.sampling = {_ABORTED: float(self._give_back(draw, {*job.choose(ended)}))}

@@ -3,7 +3,7 @@
 attention in the latent space, with w_kc and w_vc, which SGLang derives from kv_b_proj after loading and after every weight update."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.kernels import batch_invariant
+from megatron_rl.kernels.attention.reference import LengthGroup
 from megatron_rl.kernels.batch_invariant import multiply_heads
 from megatron_rl.kernels.linear.reference import fprop, fprop_by_tree, value_dtype
 from megatron_rl.kernels.sums import ranks
@@ -18,11 +19,15 @@ from megatron_rl.kernels.sums import reference as tree
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.threads import run_in_parts
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 from rollout_sglang.hooks.e4m3_cache import read_rows
 from rollout_sglang.hooks.gpu_kernels import is_trainers_norm
+
+_KEYS_PER_THREAD = 512  # fewest keys in the share of a thread
+_KEYS_AT_ONCE = 1 << 14  # keys that are copied from the cache for requests whose prompts are computed together
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
@@ -145,17 +150,33 @@ def run_extend_attention(
     sliding_window_size: int | None = None,
     **_: bool,
 ) -> torch.Tensor:
-    """Compute the attention of prompts, request by request. query `[tokens, heads, d]` holds the requests one after the other. The first
-    `extend_prefix_lens` of a request's `seq_lens` tokens are cached. See `run_decode_attention` for the other arguments."""
+    """Compute the attention of prompts. query `[tokens, heads, d]` holds the requests one after the other. The first `extend_prefix_lens`
+    of a request's `seq_lens` tokens are cached. Requests of similar lengths are computed in one batch, with the bits that each has alone.
+    See `run_decode_attention` for the other arguments."""
     beside = _get_sinks_and_window(self, encoder_lens, sliding_window_size)
-    start = 0
-    requests = (values.tolist() for values in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens))
-    for row, length, cached, new in zip(*requests, strict=True):
-        tokens = slice(start, start + new)
-        slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
-        output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling, *beside)[0].transpose(0, 1)
-        start += new
+    cached, new = extend_prefix_lens.long(), extend_seq_lens.long()
+    starts = new.cumsum(0) - new
+    for own in map(torch.tensor, _batch_requests(seq_lens.tolist(), new.tolist())):
+        offsets, longest = torch.arange(int(new[own].max())), int(seq_lens[own].max())
+        valid = offsets < new[own, None]
+        offsets = offsets * valid  # padding repeats the first token
+        batch = LengthGroup(starts[own, None] + offsets, valid)
+        slots = req_to_token[req_pool_indices[own], :longest].masked_fill(torch.arange(longest) >= seq_lens[own, None], 0)
+        last = cached[own, None] + offsets
+        batch.scatter(_attention(batch.gather(query), k_cache, v_cache, slots, last, scaling, *beside), output)
     return output
+
+
+def _batch_requests(lengths: list[int], new: list[int]) -> Iterator[list[int]]:
+    """Return the numbers of requests in batches that waste little on padding. A batch reads at most `_KEYS_AT_ONCE` keys, or has one
+    request."""
+    batches: dict[tuple[int, int], list[int]] = {}
+    for number, (length, tokens) in enumerate(zip(lengths, new, strict=True)):
+        padded = -(-length // batch_invariant.KEYS_PER_PRODUCT), -(-tokens // batch_invariant.MIN_ROWS)
+        batches.setdefault(padded, []).append(number)
+    for (chunks, _), numbers in batches.items():
+        size = max(_KEYS_AT_ONCE // (chunks * batch_invariant.KEYS_PER_PRODUCT), 1)
+        yield from (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
 def run_decode_attention(
@@ -203,12 +224,19 @@ def _attention(
     window: int,
 ) -> torch.Tensor:
     """Return `batch_invariant.attention` `[b, h, s, e]` of query `[b, h, s, d]` over the cache's `slots` `[b, t]`. Slot 0, which holds
-    no token, pads the last product of keys. Padding the keys and values themselves would copy them."""
+    no token, pads the last product of keys. Padding the keys and values themselves would copy them. Threads share the requests."""
     heads = k_cache.shape[1]
     slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # in the cache seen as [slots * heads, d]
-    keys, values = (read_rows(cache, rows.flatten(), v_cache.shape[-1]).view(*rows.shape, -1) for cache in (k_cache, v_cache))
-    return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale, sinks, window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    results: dict[int, torch.Tensor] = {}
+
+    def attend(own: slice) -> None:
+        keys, values = (read_rows(cache, rows[own].flatten(), v_cache.shape[-1]).view(*rows[own].shape, -1) for cache in (k_cache, v_cache))
+        results[own.start or 0] = batch_invariant.attention(query[own], keys, values, last[own], scale, sinks, window)
+
+    run_in_parts(attend, len(query), max(_KEYS_PER_THREAD // slots.shape[1], 1))
+    return torch.cat([results[start] for start in sorted(results)])
 
 
 def get_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-MIN_SHARED = 16  # largest number of uncached tokens for which a request does not wait, as they cost less than a separate pass
+MIN_SHARED = 8  # largest number of uncached tokens for which a request does not wait, as they cost less than a separate pass
 RESERVED = 2  # tokens of the KV cache that no request may fill, so that SGLang admits the longest one
 _STARTED = "_megatron_rl_started"
 

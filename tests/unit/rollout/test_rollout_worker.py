@@ -177,6 +177,26 @@ def test_a_request_of_an_evaluation_has_as_many_completions_as_one_of_the_rollou
     assert {sampling.seed for sampling in engine.sampling} == {derive_seed(0, 5, "eval", index) for index in range(5 * samples)}
 
 
+@pytest.mark.parametrize("changes, size", [
+    ({}, 16),
+    ({"max_new_tokens": 1000}, 8),
+    ({"max_new_tokens": 4096}, 4),
+    ({"max_running_requests": 4}, 4),
+    ({"prompts_per_step": 12}, 4),
+    ({"over_sampling_prompts": 4}, 4),
+], ids=str)  # fmt: skip
+def test_short_groups_of_a_large_step_share_requests(changes, size):
+    """Each completion has the seed that it has in a request of its group alone."""
+    rollout = {"prompts_per_step": 32, "max_new_tokens": 24, "max_running_requests": 256, **changes}
+    worker = make_worker(engine := FakeEngine(), FakeRewards(), rollout=rollout)
+    completions = worker.collect(worker.draw(5)).completions_B
+    prompts = rollout["prompts_per_step"]
+    assert set(engine.requests) == {size} and len(completions) == 4 * prompts
+    assert [member.text for member in completions] == [*"abcd"] * prompts
+    seeds = {sampling.seed for sampling in engine.sampling}
+    assert seeds <= {derive_seed(0, 5, "train/0", index) for index in range(4 * (prompts + 4))}
+
+
 class Scripted(FakeRewards):
     """Returns scripted rewards of each problem's group, one per completion."""
 
