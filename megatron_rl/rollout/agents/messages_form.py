@@ -13,26 +13,26 @@ from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyReque
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 
 
-class _Effort(requests.Model):
+class _Exact(requests.Model):
     model_config = ConfigDict(extra="forbid")
+
+
+class _Effort(_Exact):
     effort: str | None = None
 
 
-class _Edit(requests.Model):
+class _Edit(_Exact):
     """An edit that keeps what it could drop, as Claude Code sends it."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
-class _ContextManagement(requests.Model):
-    model_config = ConfigDict(extra="forbid")
+class _ContextManagement(_Exact):
     edits: list[_Edit] | None = None
 
 
-class _ToolChoice(requests.Model):
-    model_config = ConfigDict(extra="forbid")
+class _ToolChoice(_Exact):
     type: Literal["auto", "none"]
     disable_parallel_tool_use: bool | None = None
 
@@ -56,14 +56,6 @@ class _ToolUse(requests.Model):
 class _ToolResult(requests.Model):
     tool_use_id: requests.Name
     content: Annotated[str, BeforeValidator(requests.join_texts)] = ""
-
-
-class _Text(requests.Model):
-    text: str
-
-
-class _Thinking(requests.Model):
-    thinking: str
 
 
 class MessagesRequest(requests.Request):
@@ -90,24 +82,24 @@ class MessagesRequest(requests.Request):
 
 def _convert(message: _Message) -> list[ConversationMessage]:
     """Return a message's own text, thought, and calls as one message behind those of the results of tools in it."""
-    results, calls, texts, thoughts = list[ConversationMessage](), list[ToolCall](), list[str](), list[str]()
+    results, calls, said = list[ConversationMessage](), list[ToolCall](), {"text": "", "thinking": ""}
     for block in [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content:
         kind, place = block.get("type"), "messages.content"
-        if kind == "text":
-            texts.append(requests.validate(_Text, block, place).text)
+        if kind in ("text", "thinking"):
+            if not isinstance(text := block.get(kind), str):
+                raise RefusedError(f"{place}.{kind}: must be a text", code="invalid_value")
+            said[kind] += text
         elif kind == "tool_result":
             result = requests.validate(_ToolResult, block, place)
             results.append(ConversationMessage("tool", result.content, tool_call_id=result.tool_use_id))
         elif kind == "tool_use":
             call = requests.validate(_ToolUse, block, place)
             calls.append(ToolCall(call.id, call.name, json.dumps(call.input)))
-        elif kind == "thinking":
-            thoughts.append(requests.validate(_Thinking, block, place).thinking)
         elif kind != "redacted_thinking":
             raise RefusedError(f"messages: blocks of type {json.dumps(kind)[:100]} are not supported")
-    if results and not (texts or calls or thoughts):
+    if results and not (calls or any(said.values())):
         return results
-    return [*results, ConversationMessage(message.role, "".join(texts), tuple(calls), thought="".join(thoughts))]
+    return [*results, ConversationMessage(message.role, said["text"], tuple(calls), thought=said["thinking"])]
 
 
 def describe(turn: Turn, request: PolicyRequest) -> dict[str, Any]:
