@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import httpx
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config.hosts import check_listening, join_port
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.kernels.attention.requirements import choose_shared
@@ -93,7 +93,7 @@ class EngineLaunchSpec:
         key, (port, meeting_port) = self.api_key or secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
         port = self.port or port
         hold(key)
-        meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
+        meeting = join_port(find_meeting_host(placements, self.config.sync.host), meeting_port)
         processes = []
         for placement in placements:
             arguments = make_server_arguments(self.config, contract, self.model_path, port, placement, meeting, self.seed)
@@ -104,7 +104,7 @@ class EngineLaunchSpec:
             name = f"engine{self.number}" * (rollout.engines > 1) or "engine"
             log = self.log_dir / (f"{name}.node{placement.node}.log" if placement.node else f"{name}.log")
             processes.append(EngineProcess(arguments, environment, log))
-        return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
+        return LaunchedServer(EngineProcesses(processes), f"http://{join_port(placements[0].host, port)}", key)
 
 
 def make_server_arguments(
@@ -243,7 +243,7 @@ def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, 
         try:
             if not placement.launcher:  # on other nodes, a taken port fails the start; engines of one node never choose the same port
                 for each in (port, port + 1):
-                    socket.create_server((placement.host, each)).close()
+                    check_listening(placement.host, each)
             return port, port + 1
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -115,6 +115,7 @@ def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
     # SGLang would wait for rank 0 on SIGTERM, but this process must end with its launcher, see `_wait_for_schedulers`
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     host, _, port = options.dist_init_addr.rpartition(":")
+    host = host.strip("[]")
     address = os.environ["SGLANG_HOST_IP"] = find_local_address(host)  # SGLang would take the address of any interface
     for name, entries in psutil.net_if_addrs().items():
         if address in [entry.address for entry in entries]:

@@ -3,13 +3,13 @@
 import os
 import re
 import secrets
-import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.hosts import check_listening, join_port
 from megatron_rl.config.hub import find_model_folder
 from megatron_rl.config.loading import load_config, make_config
 from megatron_rl.errors import RunError, UserError
@@ -47,7 +47,7 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
     load_tokenizer(checkpoint.tokenizer, "FOLDER")
     host, key = config.rollout.hosts[0], given or secrets.token_hex(24)
     try:
-        socket.create_server((host, port)).close()
+        check_listening(host, port)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise UserError("--port", port, f"cannot be bound on {host} ({reason})", "choose another port, or another --host") from None
@@ -55,7 +55,7 @@ def serve(path: Path, port: int, fields: dict[str, Any], overrides: Sequence[str
     folder = Path(tempfile.mkdtemp())
 
     lines = (
-        f"serving: {config.model.name} at http://{host}:{port}/v1 until Ctrl-C",
+        f"serving: {config.model.name} at http://{join_port(host, port)}/v1 until Ctrl-C",
         f"sampling: {', '.join(f'{name} {value:g}' for name, value in options.items())}, unless a request says otherwise",
         f"API key: {f'the value of {KEY_VARIABLE}' if given else key}",
         f"log:     {folder / 'engine.log'}",

@@ -24,6 +24,17 @@ def require_single_interface(host: str) -> str:
     return host
 
 
+def join_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address (RFC 3986, section 3.2.2)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_listening(host: str, port: int) -> None:
+    """Raise OSError if a server cannot listen on this port."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    socket.create_server((host, port), family=family).close()
+
+
 def is_loopback(host: str) -> bool:
     """Return whether `host`, a numeric address or a name, is only reachable from this machine."""
     try:

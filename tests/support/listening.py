@@ -18,9 +18,13 @@ class Listening(NamedTuple):
 
 
 def find_listening(pids):
-    """Return the sockets on which these processes listen. Processes that have ended are left out."""
-    addresses = {**_read_tcp("tcp"), **_read_tcp("tcp6"), **_read_unix()}
-    return [Listening(pid, addresses[inode]) for pid in pids for inode in _list_sockets(pid) if inode in addresses]
+    """Return the sockets on which these processes listen, each in its own network namespace. Processes that have ended are left out."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            addresses = {**_read_tcp(pid, "tcp"), **_read_tcp(pid, "tcp6"), **_read_unix(pid)}
+            found += [Listening(pid, addresses[inode]) for inode in _list_sockets(pid) if inode in addresses]
+    return found
 
 
 def _list_sockets(pid):
@@ -34,8 +38,8 @@ def _list_sockets(pid):
     return inodes
 
 
-def _read_tcp(name):
-    rows = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+def _read_tcp(pid, name):
+    rows = [line.split() for line in Path(f"/proc/{pid}/net", name).read_text().splitlines()[1:]]
     return {row[9]: _read_address(row[1]) for row in rows if row[3] == _LISTEN}
 
 
@@ -48,6 +52,6 @@ def _read_address(text):
     return f"{getattr(address, 'ipv4_mapped', None) or address}:{int(port, 16)}"
 
 
-def _read_unix():
-    rows = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+def _read_unix(pid):
+    rows = [line.split(maxsplit=7) for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
     return {row[6]: row[7] if len(row) > 7 else "" for row in rows if int(row[3], 16) & _ACCEPTS}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import get_args
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron_rl import plugs
 from megatron_rl.config import Config, ModelConfig, load_config
+from megatron_rl.config.hosts import check_listening, join_port
 from megatron_rl.config.loading import apply_overrides
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
@@ -167,6 +169,16 @@ def test_missing_required_keys_toml_syntax_errors_and_unreadable_files(mistake, 
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a UTF-8 text file"):
         load_config(tmp_path / "binary.toml", [])
+
+
+def test_an_ipv6_address_stands_in_brackets_before_its_port_and_is_listened_on():
+    assert [join_port(host, 80) for host in ("10.0.3.7", "node1", "fd00::2")] == ["10.0.3.7:80", "node1:80", "[fd00::2]:80"]
+    for host in ("127.0.0.1", "::1"):
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+            port = server.getsockname()[1]
+            with pytest.raises(OSError, match="in use"):
+                check_listening(host, port)
+        check_listening(host, port)
 
 
 def test_hosts_are_addresses_of_single_interfaces(load, mistake):
