@@ -117,9 +117,12 @@ class _Rows(SimpleNamespace):
         others, rules = np.flatnonzero(self.find_other()), self.find_filtered(sampling, exact)
         filtered = np.flatnonzero(np.any([*rules.values()], 0))
         adjacent = np.flatnonzero(np.diff(self.place) == 1)
-        sums = -self.logprob - self.entropy, self.variance, self.centered[adjacent] * self.centered[adjacent + 1]
-        counts = len(self.place), len(others), len(filtered), len(adjacent)
-        facts = DrawFacts(*counts, *(float(values.sum()) for values in sums), longest=int(self.positions.max(initial=0)))
+        surprise, variance, successive = (
+            float(values.sum())
+            for values in (-self.logprob - self.entropy, self.variance, self.centered[adjacent] * self.centered[adjacent + 1])
+        )
+        longest = int(self.positions.max(initial=0))
+        facts = DrawFacts(len(self.place), len(others), len(filtered), len(adjacent), surprise, variance, successive, longest)
         for first in others[:1]:
             facts.first_other = (*map(int, (self.samples[first], self.positions[first], self.token[first], self.drawn[first])),)  # type: ignore
         for first in filtered[:1]:
