@@ -113,7 +113,7 @@ def _round_trip(groups: torch.Tensor, dim: int, scale_format: str, values: torch
         for part, into in zip(groups[own].split(rows), values[own].split(rows), strict=True):
             _round_trip_part(part, dim, scale_format, into)
 
-    run_in_parts(quantize, len(groups), 1)  # the bits do not depend on threads: every operation is exact or rounds once
+    run_in_parts(quantize, len(groups), rows)  # the bits do not depend on threads: every operation is exact or rounds once
     return values
 
 
