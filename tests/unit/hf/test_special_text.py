@@ -37,12 +37,12 @@ def list_control(tokenizer, ids):
 
 
 def make_conversation(user, result):
-    call = ToolCall("call_1", "look_up", '{"city": "Rome"}')
+    call = ToolCall("call_0001", "look_up", '{"city": "Rome"}')
     return [
         ConversationMessage("system", f"Be {user}."),
         ConversationMessage("user", user),
         ConversationMessage("assistant", "", (call,)),
-        ConversationMessage("tool", result, tool_call_id="call_1", name="look_up"),
+        ConversationMessage("tool", result, tool_call_id="call_0001", name="look_up"),
         ConversationMessage("user", result),
     ]
 
@@ -58,7 +58,7 @@ def test_no_message_forges_a_control_token(tokenizer, data):
     harmless = json.dumps([{"type": "function", "function": {"name": "look_up", "description": "x", "parameters": {}}}])
     format = ChatFormat(tokenizer, DataConfig())
     ids = format.encode_start(make_conversation(user, result), tools)
-    wanted = format.encode_start(make_conversation("x", "x"), harmless)
+    wanted = format.encode_start(make_conversation("x", "y"), harmless)
     assert list_control(tokenizer, ids) == list_control(tokenizer, wanted)
     assert user.strip() in format.decode_all(ids) and MARK not in format.decode_all(ids)
     end = np.array([5, tokenizer.eos_token_id], np.int32)
@@ -77,7 +77,7 @@ def test_the_option_decides(tokenizer):
         refuse.encode_start(forged, "[]")
     with pytest.raises(RefusedError, match="looks like a control token"):
         refuse.encode_start([ConversationMessage("user", "a")], json.dumps([{"function": {"name": "f", "description": end}}]))
-    refuse.check()
+    refuse.check(tools=True)
 
 
 def test_what_a_policy_said_keeps_its_tokens(tmp_path):

@@ -62,12 +62,6 @@ def test_every_kind_of_plug_is_loaded_by_the_same_loader(field, write):
     assert str(caught.value).startswith(f"{field} = {name}: cannot be imported ({says}")
 
 
-def test_a_hostile_signature_is_refused(write):
-    text = "class Thing:\n @property\n def __signature__(self): raise SystemExit(0)\n def __call__(self): pass\nthing = Thing()"
-    with pytest.raises(InputError, match=r"has no readable signature \(SystemExit: 0\)"):
-        Plug("section.field", {}, takes=("a",)).load(write(text))
-
-
 def test_a_transport_of_the_wrong_kind_is_refused():
     with pytest.raises(InputError, match="sync.transport = os:path: must be a parallel.transport"):
         load_transport("os:path")

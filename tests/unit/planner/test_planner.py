@@ -525,7 +525,7 @@ def plan(model, *options, folder):
     [
         ("Llama-3.1-70B", {"intermediate_size": 29568}, ["--nodes=4"],  # the width of Qwen2.5-72B
          r"no layout works on 4 .* fits, but model.layers.0.mlp.gate_proj.weight .* export --checkpoint \S+ --output DIR --align 128"),
-        ("Llama-3.2-1B", {}, ["--nodes=1"], "fits, but precision.backend = .* use emulated, or train in BF16"),
+        ("Llama-3.2-1B", {"hidden_size": 2056}, ["--nodes=1"], "fits, but precision.backend = .* use emulated, or train in BF16"),
         ("Llama-3.1-70B", {}, ["--nodes=1"], "nothing fits on 1 node .*; give --nodes (2|4), or --gpu b200$"),
         ("Qwen3-8B", {}, ["--nodes=1", "--rollout.max_total_tokens=10000000"], r"; give --gpu b300, or --rollout.max_total_tokens=\d+$"),
         ("Qwen3-8B", {"intermediate_size": 1228800}, ["--nodes=1"], "; no more nodes or smaller batches help$"),

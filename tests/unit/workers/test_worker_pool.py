@@ -140,7 +140,7 @@ def test_workers_that_cannot_load_their_function_or_start_break_the_run(tmp_path
     (tmp_path / "suicidal_reward.py").write_text("import os; os._exit(9)")
     monkeypatch.syspath_prepend(tmp_path)
     exits = pool_of("suicidal_reward:reward", 2, 5.0)
-    with pytest.raises(RunError, match=r"could not load its functions: cannot be imported \(os._exit\(9\)\)"), exits as pool:
+    with pytest.raises(RunError, match=r"reward workers do not start: worker died \(exit code 9\)"), exits as pool:
         judged(pool, ["#1"], _problems(1))
 
 
