@@ -98,7 +98,7 @@ def name_case(case):
     return "-".join([*case[:2], *case[2].values()])
 
 
-@pytest.mark.default_cases(4)
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     "name, model, precision",
     [

@@ -109,6 +109,7 @@ SOME = (("kill", "served"), ("hang", "finish"))
 STRIKES = [pytest.param(*strike, marks=() if strike in SOME else pytest.mark.long) for strike in product(("kill", "hang"), CALLS)]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(("fault", "call"), STRIKES)
 def test_an_engine_that_is_lost_between_two_jobs_is_noticed_at_once(world, fault, call):
     """Every request is watched: a hang is noticed after `rollout.health_timeout`, not after `rollout.request_timeout`."""

@@ -109,7 +109,7 @@ LONG_CASES = [
 ]
 
 
-@pytest.mark.default_cases(6)
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("layout, model, precision", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)])
 def test_training_equals_that_of_one_process(worlds, folder_of, alone, layout, model, precision):
     folder, tolerance = folder_of[model](), TOLERANCE[precision]

@@ -178,6 +178,7 @@ def test_context_ranks_unequal_stages_and_experts_load_into_another_layout(world
     assert_same_state(expected, worlds(other.world_size).call(load_in, folder, tmp_path, precision, other)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(tp=2, pp=2, dp=2), marks=pytest.mark.long)], ids=["alone", "tp2_pp2_dp2"])
 def test_a_critic_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, layout):
     algorithm = {"advantage": "gae", "lam": 0.9, "kl_in": "reward"}

@@ -41,6 +41,7 @@ def read_lines(folder) -> dict[str, str]:
     return dict(line.split(":", 1) for line in (folder / "stdout").read_text().splitlines())
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("precision", ENDS)
 def test_an_export_is_served_to_those_who_have_the_key_until_ctrl_c_or_its_own_end(precision, tmp_path, short_folder, monkeypatch):
     export = make_export(tmp_path, precision)

@@ -182,6 +182,7 @@ def test_a_trainer_that_fails_in_the_middle_is_one_error(unified, transport):
     assert unified.call(trainer_engine.sync, 93)[0]["proved"] == TENSORS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "running, max_staleness",
     [("restart", 1), ("continue", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in [("continue", 1), ("finish", 1)])],

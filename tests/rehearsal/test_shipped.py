@@ -47,6 +47,7 @@ def test_two_layers_run_with_their_engines(tmp_path):
     assert len(engines) == 2 and not any(wait["in_micro_batches"] for phase in trainer["phases"] for wait in phase["host_waits"])
 
 
+@pytest.mark.long
 def test_a_gated_delta_net_and_an_attention_layer_take_the_planned_memory(ranks):
     (rank,) = ranks["qwen3_5_9b"]
     check_hybrid(rank, has_experts=False)

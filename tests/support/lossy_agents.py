@@ -8,9 +8,11 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 from openai import OpenAI
 
@@ -19,6 +21,7 @@ from megatron_rl.rewards.thinking import decode_completion
 FOLDER_VARIABLE = "MEGATRON_RL_TEST_RECEIVED"
 FAULTS = ("none", "drop", "delay", "lose", "repeat")
 PATIENCE, DELAY, EARLY = 2.0, 3.0, 0.1  # seconds: of the client, of a delay, and until a request is abandoned
+WORDS = 12  # tokens of a response, at most
 HELD = "held-*"  # files of requests that will be abandoned before they may be answered
 
 
@@ -42,8 +45,9 @@ class HoldingEngine:
 class LossyProxy:
     """Forwards each request with a fault of its own, one request per connection."""
 
-    def __init__(self, url: str, seed: int, folder: Path) -> None:
+    def __init__(self, url: str, seed: int, folder: Path, early: float = EARLY) -> None:
         self._target, self._random, self._folder = (urlsplit(url).hostname, urlsplit(url).port), random.Random(seed), folder
+        self._early = early
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url, self.faults = f"http://127.0.0.1:{self._listening.getsockname()[1]}/v1", list[str]()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -63,7 +67,7 @@ class LossyProxy:
                 held = self._folder / HELD.replace("*", uuid.uuid4().hex)
                 held.touch()
                 with self._send(request):
-                    time.sleep(self._random.random() if fault == "drop" else EARLY)
+                    time.sleep(self._random.random() if fault == "drop" else self._early)
                 held.unlink()
                 if fault == "drop":
                     return
@@ -101,6 +105,49 @@ def list_trained(completion, tokenizer):
         for start, end in ends.reshape(-1, 2):
             found.append([decode_completion(tokenizer, each.output_ids_T[start:end].tolist()), int(end - start)])
     return sorted(found)
+
+
+def converse(problem):
+    """Hold one conversation by an interface that is chosen at random, with an engine that may answer at once."""
+    folder, dice = Path(os.environ[FOLDER_VARIABLE]), random.Random()
+    proxy = LossyProxy(os.environ["OPENAI_BASE_URL"], dice.randrange(1 << 30), folder, early=0)
+    client, ask = Client(base_url=proxy.url, timeout=PATIENCE, max_retries=40), dice.choice((_chat, _stream, _respond, _message))
+    messages, received = [], []
+    for number in range(3):
+        messages.append({"role": "user", "content": f"{number} of {problem.id}"})
+        received.append(ask(client, messages))
+        messages.append({"role": "assistant", "content": received[-1][0]})
+    noted = {"interface": ask.__name__, "received": received, "faults": proxy.faults}
+    (folder / f"{problem.id}-{uuid.uuid4().hex}").write_text(json.dumps(noted))
+
+
+def _chat(client, messages):
+    answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=WORDS)
+    return answer.choices[0].message.content, answer.usage.completion_tokens
+
+
+def _stream(client, messages):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="policy", messages=messages, max_tokens=WORDS, **options)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks), last.usage.completion_tokens
+
+
+def _respond(client, messages):
+    answer = client.responses.create(model="policy", input=messages, max_output_tokens=WORDS)
+    return answer.output_text, answer.usage.output_tokens
+
+
+def _message(client, messages):
+    """As Anthropic's client asks, which says how often it has tried."""
+    body, key = {"model": "policy", "max_tokens": WORDS, "messages": messages}, os.environ["OPENAI_API_KEY"]
+    for attempt in range(40):
+        headers = {"x-api-key": key, "x-stainless-retry-count": str(attempt)}
+        with suppress(httpx.TransportError):
+            answer = httpx.post(f"{client.base_url}messages", json=body, headers=headers, timeout=PATIENCE, trust_env=False)
+            answer.raise_for_status()
+            return "".join(part["text"] for part in answer.json()["content"]), answer.json()["usage"]["output_tokens"]
+        time.sleep(0.1)
+    raise TimeoutError
 
 
 class Client(OpenAI):

@@ -38,7 +38,7 @@ def touched(tmp_path, monkeypatch) -> Path:
     return tmp_path / "touched"
 
 
-@pytest.mark.default_cases(6)
+@pytest.mark.default_cases(4)
 @pytest.mark.parametrize("misdeed, error", [
     ("fill memory", ""),
     ("fill memory until it fails", "MemoryError"),
