@@ -122,12 +122,13 @@ class AgentEndpoint:
             async with client.receiving(http, self._most_bytes) as body:
                 name, digest = http.headers.get("idempotency-key", ""), hashlib.sha256(form.path.encode() + b"\0" + body).digest()
                 await _notice_who_left()
+                if await http.is_disconnected():  # nobody waits, and a retry of it may be here already
+                    return Response(status_code=_LEFT_STATUS)
                 call = client.join(http, name, digest) or self._begin(client, form, body, name, digest)
                 call.enter()
-                planned = await call.planned
         except ClientDisconnect:
             return Response(status_code=_LEFT_STATUS)
-        return partial(_deliver, client.episode, call, form) if isinstance(planned, PlannedTurn) else form.refuse(planned)
+        return partial(_deliver, client.episode, call, form)
 
     async def _count_tokens(self, http: Request) -> Response:
         client, form = self._find_client(http), find_form(http.url.path)
@@ -219,12 +220,19 @@ class _Call:
         if self.ending:
             self.ending.cancel()
 
-    def leave(self, planned: PlannedTurn) -> None:
+    def leave(self) -> None:
         """Note that a client no longer waits. After the last one, the engine's request is aborted, unless another client comes."""
         self.listeners -= 1
-        planned.call.waiting = bool(self.listeners)
+        if self.planned.done():
+            self._count_waiting(self.planned)
+        else:
+            self.planned.add_done_callback(self._count_waiting)
         if not self.listeners and not self.answer.done():
             self.ending = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self.threads.submit, self.abort.request)
+
+    def _count_waiting(self, planned: asyncio.Future[PlannedTurn | RefusedError]) -> None:
+        if isinstance(result := planned.result(), PlannedTurn):
+            result.call.waiting = bool(self.listeners)
 
 
 class _Client:
@@ -280,12 +288,17 @@ class _Client:
 async def _deliver(episode: AgentEpisode, call: _Call, form: Form, scope: Scope, receive: Receive, send: Send) -> None:
     """Send the response to one client that waits for a call. The headers of a stream are sent at once, and comments until its events
     follow."""
-    planned = call.planned.result()
-    assert isinstance(planned, PlannedTurn)
-    stream, gone = planned.request.stream, asyncio.ensure_future(_wait_until_gone(receive))
-    either: list[asyncio.Future[Any]] = [call.answer, gone]
+    gone = asyncio.ensure_future(_wait_until_gone(receive))
+    either: list[asyncio.Future[Any]] = [call.planned, gone]
     try:
-        if stream:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return
+        if isinstance(planned := call.planned.result(), RefusedError):
+            await form.refuse(planned)(scope, receive, send)
+            return
+        either[0] = call.answer
+        if stream := planned.request.stream:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         while not (call.answer.done() or gone.done()):
             if stream:
@@ -308,7 +321,7 @@ async def _deliver(episode: AgentEpisode, call: _Call, form: Form, scope: Scope,
             await response(scope, receive, send)
     finally:
         gone.cancel()
-        call.leave(planned)
+        call.leave()
 
 
 async def _notice_who_left(gone: asyncio.Future[None] | None = None) -> None:
