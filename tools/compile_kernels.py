@@ -146,8 +146,24 @@ def launch_all() -> None:
             vocabulary_triton.differentiate_(logits, targets, sums, sums, temperature)
         add_token_rows(torch.zeros(512, 4096), targets, torch.zeros(4, 4096, dtype=dtype))
     run_sums(torch.zeros(1 << 20, dtype=torch.uint8))
+    launch_weights()
     launch_attention()
     launch_gated_delta()
+
+
+def launch_weights() -> None:
+    """Launch what quantizes slices of weights, with and without an order of rows, and what transposes weights and stacks of experts."""
+    from megatron_rl.kernels.slices import WeightSlice
+    from megatron_rl.kernels.slices import triton as slices_triton
+    from megatron_rl.kernels.transpose.triton import transpose_bytes
+    from parallel.formats import FP8
+
+    values, data = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=torch.float8_e4m3fn)
+    for start, order in ((1 << 12, None), (1 << 12, torch.arange(64)), (3, None)):
+        place = WeightSlice(64, 4096, start, FP8, order)
+        slices_triton.quantize_slice(values, place, slices_triton.find_maxima(values, place), data)
+    for shape, padding in (((256, 512), 0), ((576, 512), 64), ((4, 256, 512), 0)):
+        transpose_bytes(torch.zeros(shape, dtype=torch.uint8), padding)
 
 
 def launch_attention() -> None:

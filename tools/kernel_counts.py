@@ -44,7 +44,11 @@ def list_launches() -> Iterator[tuple[str, Callable[[], Any], dict[str, int]]]:
     from megatron_rl.kernels.experts.triton import pack
     from megatron_rl.kernels.norm.triton import quantize_norm
     from megatron_rl.kernels.quantize.triton import quantize_activation
+    from megatron_rl.kernels.slices import WeightSlice
+    from megatron_rl.kernels.slices.triton import find_maxima, quantize_slice
     from megatron_rl.kernels.swiglu.triton import quantize_swiglu
+    from megatron_rl.kernels.transpose.triton import transpose_bytes
+    from parallel.formats import FP8
 
     x = torch.zeros(_TOKENS, _WIDTH, dtype=torch.bfloat16)
     half, order = x[:, : _WIDTH // 2].contiguous(), torch.zeros(_TOKENS, 8, dtype=torch.int64)
@@ -57,6 +61,11 @@ def list_launches() -> Iterator[tuple[str, Callable[[], Any], dict[str, int]]]:
             launch = partial(quantize_swiglu, x, gradient, "pow2", rows=True, columns=columns)
             values = (_TILE if columns else _ROWS) * (1 if gradient is None else 2)
             yield f"{name}, {'both ways' if columns else 'rows'}", launch, {"quantize_swiglu_tile": values}
+    weight = WeightSlice(_TOKENS, _WIDTH, 0, FP8)
+    yield "slice", lambda: find_maxima(x.float().view(-1), weight), {"find_tile_maxima": _ROWS}
+    slice_of_data = torch.zeros(x.numel(), dtype=torch.float8_e4m3fn)
+    yield "slice", lambda: quantize_slice(x.float().view(-1), weight, torch.zeros(2, 32), slice_of_data), {"quantize_slice_tile": _ROWS}
+    yield "weight", lambda: transpose_bytes(slice_of_data.view(x.shape)), {"transpose_tile": _TILE}
     norm = partial(quantize_norm, x, x, x[0], 1e-6, "pow2", columns=True)
     yield "norm", norm, {"normalize_row": _WIDTH, "quantize_normed_tile": _TILE}
     yield "packed tokens", partial(pack, x, order, "pow2"), {"pack_token": _WIDTH}

@@ -22,7 +22,7 @@ class Quantizer(NamedTuple):
     read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float  # converts stored scales to float32 numbers
     scale: Callable[[torch.Tensor, TensorFormat], tuple[torch.Tensor, torch.Tensor]] | None = None
     """(block maxima float32, format) -> (scales as stored, multipliers of the values before they are cast to the dtype of the format).
-    Needed if the trainer computes in the format (`precision.slices`)."""
+    Needed if the trainer computes in the format (`make_scales`)."""
 
 
 QUANTIZERS = {
@@ -38,6 +38,13 @@ QUANTIZERS = {
 def quantize(weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks = lambda amax: amax) -> QuantizedWeight:
     """Quantize `[N, K]` of any float dtype. Pass `max_over_ranks` if `weight` has only some columns. Raise ValueError for inf or NaN."""
     return QUANTIZERS[format.name].quantize(weight, format, max_over_ranks)
+
+
+def make_scales(maxima: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scales as stored, multipliers of the values) for block maxima of any shape, such as those of `kernels.slices`."""
+    scale = QUANTIZERS[format.name].scale
+    assert scale is not None
+    return scale(maxima, format)
 
 
 def dequantize(weight: QuantizedWeight, format: TensorFormat) -> torch.Tensor:

@@ -21,7 +21,7 @@ _PACKAGES = ("megatron/core/", "megatron_rl/", "parallel/", "rollout_sglang/", "
 _REHEARSAL = ("/megatron_rl/rehearsal/", "/rollout_sglang/rehearsal/")
 
 
-_ONCE = "kernels/linear/transpose"  # made in the first pass that needs it, and kept for the others
+_ONCE = "kernels/transpose"  # made in the first pass that needs it, and kept for the others
 
 
 def find_line() -> str:

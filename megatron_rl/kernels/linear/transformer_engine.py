@@ -16,8 +16,8 @@ import torch
 
 from megatron_rl.kernels.linear.base import GpuBackend, Operand
 from megatron_rl.kernels.linear.gather import PendingOperand, start_gathering_columns, start_gathering_rows
-from megatron_rl.kernels.linear.transpose import transpose_bytes
 from megatron_rl.kernels.sums import reference as tree
+from megatron_rl.kernels.transpose.reference import transpose_bytes
 from megatron_rl.precision.contract import AMAX_EPSILON
 from megatron_rl.precision.fp8 import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight

@@ -3,7 +3,7 @@
 Each data-parallel replica steps a flat slice of every parameter buffer. Megatron supports 16-bit parameters with FP32 masters, and FP32
 parameters. For E4M3 parameters, Adam steps the slice of the FP32 master as usual; instead of a cast, then
 
-    each replica finds the block maxima in its slices             `precision.slices`
+    each replica finds the block maxima in its slices             `kernels.slices`
     one all-reduce takes the maximum over replicas                4 bytes per block
     each replica quantizes its slices into the parameter buffer   the maxima determine the scales on all replicas
     Megatron's all-gather distributes the bytes                   1 byte per parameter
@@ -19,11 +19,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
+from megatron_rl.kernels.slices import WeightSlice
+from megatron_rl.kernels.slices.reference import find_maxima, quantize_slice
 from megatron_rl.mcore.base.master_slices import MasterSlice, flatten_chained, make_slice
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedLinear
 from megatron_rl.mcore.optim.buckets import start_gathers
 from megatron_rl.mcore.platform import cpu
-from megatron_rl.precision.slices import WeightSlice, make_scales
+from megatron_rl.precision.quantizers import make_scales
 from parallel.digest import digest
 from parallel.shards import Rect
 
@@ -127,7 +129,7 @@ class QuantizingOptimizer(DistributedOptimizer):
         are adopted; these are kept until their master has changed on any replica."""
         if not self._slices:
             return
-        grids = [each.place.find_maxima(each.master.values) for each in self._slices]
+        grids = [find_maxima(each.master.values, each.place) for each in self._slices]
         changed = [float(not each.layer.adopted or _hash(each.master.values) != each.digest) for each in self._slices]
         flat = torch.cat([*(grid.view(-1) for grid in grids), grids[0].new_tensor(changed)])
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
@@ -139,7 +141,7 @@ class QuantizingOptimizer(DistributedOptimizer):
             each.layer.adopted = kept
             if not kept:
                 each.layer.set_scale(scale.view(grid.shape))
-                each.place.quantize(each.master.values, multiplier.view(grid.shape), each.bytes)
+                quantize_slice(each.master.values, each.place, multiplier.view(grid.shape), each.bytes)
 
     @torch.no_grad()
     def find_unmade(self, chosen: Set[int]) -> list[str]:
@@ -148,10 +150,10 @@ class QuantizingOptimizer(DistributedOptimizer):
         slices = [each for each in self._slices if id(each.layer.weight) in chosen and not each.layer.adopted]
         found = []
         for each in slices:
-            maxima = each.place.find_maxima(each.master.values)
+            maxima = find_maxima(each.master.values, each.place)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
             scale, multipliers = make_scales(maxima, each.layer.format)
-            each.place.quantize(each.master.values, multipliers, made := torch.empty_like(each.bytes))
+            quantize_slice(each.master.values, each.place, multipliers, made := torch.empty_like(each.bytes))
             line = f"{each.name}: the blocks that the trainer computes with and sends were not made from the FP32 masters"
             if bool((wrong := made.view(torch.uint8) != each.bytes.view(torch.uint8)).any()):
                 row, column = divmod(each.master.start + int(wrong.nonzero()[0]), each.place.cols)

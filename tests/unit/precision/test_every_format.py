@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from support import toy_format
 
 from megatron_rl.kernels.linear import make_backend
-from megatron_rl.precision import slices
+from megatron_rl.kernels.slices import WeightSlice
+from megatron_rl.kernels.slices import reference as slices
+from megatron_rl.kernels.slices.reference import find_maxima, quantize_slice
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
-from megatron_rl.precision.quantizers import dequantize, quantize
-from megatron_rl.precision.slices import WeightSlice, make_scales
+from megatron_rl.precision.quantizers import dequantize, make_scales, quantize
 from parallel.formats import FORMATS, FP8, TensorFormat
 
 QUANTIZED = [format.with_scales("pow2") for format in FORMATS.values() if format.quantized]
@@ -65,10 +66,10 @@ def small_strips(monkeypatch):
 def quantize_slices(weight: torch.Tensor, cuts: list[int], format: TensorFormat, order: torch.Tensor | None) -> QuantizedWeight:
     """Return (data in the weight's order, scales) computed from the slices between `cuts`."""
     held = [(WeightSlice(*weight.shape, start, format, order), weight.view(-1)[start:end]) for start, end in pairwise(cuts)]
-    scale, multipliers = make_scales(torch.stack([place.find_maxima(values) for place, values in held]).amax(0), format)
+    scale, multipliers = make_scales(torch.stack([find_maxima(values, place) for place, values in held]).amax(0), format)
     data = torch.zeros(weight.numel(), dtype=getattr(torch, format.dtype))
     for place, values in held:
-        place.quantize(values, multipliers, data[place.start : place.start + len(values)])
+        quantize_slice(values, place, multipliers, data[place.start : place.start + len(values)])
     return QuantizedWeight(data.view(weight.shape), scale)
 
 
@@ -91,5 +92,5 @@ def test_slices_give_the_bytes_and_scales_of_the_whole_weight_wherever_it_is_cut
 def test_a_value_that_is_not_finite_shows_only_in_the_maximum_of_its_block(value):
     weight = torch.ones(200, 300)
     weight[130, 260] = value
-    maxima = WeightSlice(200, 300, 0, FP8).find_maxima(weight.view(-1))
+    maxima = find_maxima(weight.view(-1), WeightSlice(200, 300, 0, FP8))
     assert maxima.isfinite().tolist() == [[True] * 3, [True, True, False]] and float(maxima[1, 2]) == float("inf")

@@ -1,9 +1,12 @@
-"""Transposes the bytes of a weight. A version of the weights needs it once, so the rehearsal does not count it in each micro-batch."""
+"""The transposed bytes of a weight, by PyTorch."""
 
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.kernels import with_kernel
 
+
+@with_kernel
 def transpose_bytes(data: torch.Tensor, padding: int = 0) -> torch.Tensor:
     """Return one-byte `data` `[..., N, K]` transposed and contiguous, `[..., K, N + padding]`, with zeros in the padding."""
     transposed = data.view(torch.uint8).mT
