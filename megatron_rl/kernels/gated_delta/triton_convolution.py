@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron_rl.kernels.sums.triton import add_rows
 from parallel.attention.gated_delta_net import SPAN
 
 ROW_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
@@ -157,7 +158,7 @@ def differentiate_convolution(
         mixed, weight, gradient, of_mixed, of_weight, packed.sequences, packed.starts, tokens, mixed.stride(0), of_mixed.stride(0),
         channels, TAPS=taps, TOKENS=_TOKENS, COLUMNS=_COLUMNS, **ROW_LAUNCH,
     )  # fmt: skip
-    return of_weight.sum(0).t().to(weight.dtype)
+    return add_rows(of_weight.flatten(1), weight.dtype).view(taps, channels).t()
 
 
 def move_windows(mixed: torch.Tensor, windows: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> None:

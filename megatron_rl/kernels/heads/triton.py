@@ -10,6 +10,7 @@ import triton.language as tl
 from megatron_rl.kernels.heads import Heads, Norms
 from megatron_rl.kernels.quantize.triton import align
 from megatron_rl.kernels.rope.reference import Rotation
+from megatron_rl.kernels.sums.triton import add_rows
 
 _TOKENS = 32  # tokens of a program, which computes one head of each
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}  # multiply-adds are fused only where the kernel calls `tl.fma`
@@ -159,7 +160,8 @@ def differentiate_heads(gradients: Sequence[torch.Tensor], mixed: torch.Tensor, 
         )  # fmt: skip
     if norms is None:
         return result, None
-    return result, (sums[:, :, :-1].sum((0, 1, 2)).to(norms[0].dtype), sums[:, :, -1].sum((0, 1)).to(norms[1].dtype))
+    of_heads = add_rows(sums.flatten(1), torch.float32).view(sums.shape[1:])
+    return result, (of_heads[:, :-1].sum((0, 1)).to(norms[0].dtype), of_heads[:, -1].sum(0).to(norms[1].dtype))
 
 
 def _check(mixed: torch.Tensor, heads: Heads) -> int:

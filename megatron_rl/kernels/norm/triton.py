@@ -24,6 +24,7 @@ from megatron_rl.kernels.quantize.triton import (
     allocate,
     choose_launch,
 )
+from megatron_rl.kernels.sums.triton import add_rows
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
@@ -80,7 +81,7 @@ def differentiate(
             torch.empty(0, device=total.device) if of_total is None else of_total.contiguous(), result, of_weight, tokens, width,
             view.shape[1], *view.stride()[:2], ADDS=of_total is not None, TOKENS=_TOKENS, **choose_launch(width),
         )  # fmt: skip
-    return result, of_weight.sum(0).to(weight.dtype)
+    return result, add_rows(of_weight, weight.dtype)
 
 
 def _view_heads(x: torch.Tensor) -> torch.Tensor:

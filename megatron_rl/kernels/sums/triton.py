@@ -1,4 +1,4 @@
-"""The Triton kernel of `kernels.sums.reference`: matrix products that sum by the tree.
+"""The Triton kernels of `kernels.sums.reference`, and of sums over rows. Products that sum by the tree:
 
 A program computes a tile of results, leaf after leaf. A leaf is a product of 128 numbers in the tensor cores, starting from zero, times the
 scales of its FP8 blocks. It is added to the nodes that wait for it (`parallel.row_sums.list_merges`). There is at most one such node per
@@ -21,6 +21,7 @@ LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}  # no fuse
 MAX_NODES, _ENOUGH_PROGRAMS = 8, 128
 ADD_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 ADDED = 1024  # results of a program of `add_parts`
+_TALL = {"ROWS": 128, "COLUMNS": 32}  # numbers that a program of `add_tall_columns` reads at a time
 
 
 @triton.jit
@@ -145,4 +146,23 @@ def add_ranks(parts: torch.Tensor) -> torch.Tensor:
     parts, total = parts.contiguous(), torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     if total.numel():
         add_parts[(triton.cdiv(total.numel(), ADDED),)](parts, total, len(parts), total.numel(), ADDED=ADDED, **ADD_LAUNCH)
+    return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_tall_columns(rows, total, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program per COLUMNS columns of `rows` float32 [count, width]."""
+    column, sums = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * width + column[None, :]
+        sums += tl.load(rows + at, mask=(row < count)[:, None] & (column < width)[None, :], other=0.0)
+    tl.store(total + column, tl.sum(sums, axis=0).to(total.dtype.element_ty), mask=column < width)
+
+
+def add_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum `[width]` of many contiguous rows float32 `[n, width]`, such as parts of a weight's gradient. torch's own sum takes
+    several times as long as reading them."""
+    total = torch.empty(rows.shape[1], dtype=dtype, device=rows.device)
+    add_tall_columns[(triton.cdiv(len(total), _TALL["COLUMNS"]),)](rows, total, len(rows), len(total), **_TALL, **ADD_LAUNCH)
     return total

@@ -21,27 +21,30 @@ def _add_pairs(values, LEVELS: tl.constexpr):
 
 @triton.jit
 def summarize_row(logits, columns, result, stride, width, temperature, SCALED: tl.constexpr, LEVELS: tl.constexpr):
-    """One program per row and part of logits [n, parts * width], rows `stride` apart: result [parts, n, 4]. The sums are rescaled whenever
-    a larger logit is found."""
+    """One program per row and part of logits [n, parts * width], rows `stride` apart: result [parts, n, 4]. Each of COLUMNS lanes has its
+    own maximum and sums, which are rescaled when it finds a larger logit: threads meet only at the end."""
     COLUMNS: tl.constexpr = 1 << LEVELS
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * stride + part * width
-    largest = tl.full([], -1e38, tl.float32)  # finite, so that largest - largest is 0
+    maxima = tl.full([COLUMNS], -1e38, tl.float32)  # finite, so that a difference from -inf is
     total, moment = tl.zeros([COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         x = tl.load(logits + column, mask=column < width, other=-float("inf")).to(tl.float32)
         if SCALED:
             x = tl.div_rn(x, tl.full(x.shape, 0.0, tl.float32) + temperature)
-        larger = tl.maximum(largest, tl.max(x, axis=0))
-        factor, shift = tl.exp(largest - larger), largest - larger
-        moment = factor * (moment + total * shift)
-        total = factor * total
-        shifted = x - larger
-        weight = tl.exp(shifted)
-        total += weight
-        moment += tl.where(weight > 0.0, shifted * weight, 0.0)  # 0 for logits of -inf
-        largest = larger
+        is_larger, shift = x > maxima, -tl.abs(x - maxima)  # of the sums or of x, whichever is not at the maximum
+        shift = tl.maximum(shift, -1e38, propagate_nan=tl.PropagateNan.ALL)  # finite for logits of -inf
+        weight = tl.exp(shift)
+        factor = tl.where(is_larger, weight, 1.0)
+        moment = tl.fma(factor, moment, weight * shift * tl.where(is_larger, total, 1.0))
+        total = tl.fma(factor, total, tl.where(is_larger, 1.0, weight))
+        maxima = tl.maximum(maxima, x)
+    largest = tl.max(maxima, axis=0)
+    shift = maxima - largest
+    weight = tl.exp(shift)
+    moment = weight * (moment + total * shift)
+    total = weight * total
     target = tl.load(columns + row) - part * width
     here = (target >= 0) & (target < width)
     at_target = tl.load(logits + tl.where(here, target, 0), mask=here, other=0.0).to(tl.float32)

@@ -95,6 +95,15 @@ def test_the_kernel_adds_as_the_reference():
     assert triton.add_ranks(torch.zeros(2, 0, 64)).shape == (0, 64)
 
 
+@in_interpreter
+def test_the_kernel_adds_many_rows():
+    from megatron_rl.kernels.sums import triton
+
+    for rows, columns in ((0, 5), (1, 1), (300, 70), (128, 32)):
+        numbers = random(rows, columns, seed=rows)
+        assert torch.allclose(triton.add_rows(numbers, torch.float32), numbers.sum(0), atol=1e-4), (rows, columns)
+
+
 def compile_adding():
     from megatron_rl.kernels.sums.triton import ADD_LAUNCH, ADDED, add_parts
 
