@@ -9,7 +9,9 @@ gradients of results, quantized with power-of-two scales. Printed is the relativ
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,12 +41,14 @@ def by_column(x: torch.Tensor) -> torch.Tensor:
 def record(model: nn.Module, ids: torch.Tensor) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]:
     """Return (inputs `[T, K]` by name of linear layer, gradients of results `[T, N]`) of one step."""
     inputs, gradients = dict[str, list[torch.Tensor]](), dict[str, list[torch.Tensor]]()
+
+    def keep(into: dict[str, list[torch.Tensor]], name: str, place: int, _: Any, *tensors: Any) -> None:
+        into.setdefault(name, []).append(tensors[place][0].detach().flatten(0, -2))
+
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(
-                lambda _, given, __, name=name: inputs.setdefault(name, []).append(given[0].detach().flatten(0, -2))
-            )
-            layer.register_full_backward_hook(lambda _, __, of, name=name: gradients.setdefault(name, []).append(of[0].flatten(0, -2)))
+            layer.register_forward_hook(partial(keep, inputs, name, 0))
+            layer.register_full_backward_hook(partial(keep, gradients, name, 1))
     logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
     advantages = torch.randn(len(ids), 1, 1, generator=torch.Generator().manual_seed(0))
     (-(advantages * logprobs).mean()).backward()
@@ -89,7 +93,7 @@ def compare(folder: str) -> dict[str, Pairs]:
         if name.endswith("gate_proj"):
             up, down = (name.replace("gate", other) for other in ("up", "down"))
             both, of_product = (x @ weight.t(), x @ weights[up].t()), gradients[down][0] @ weights[down]
-            for recipe, kept in (("as now", both), ("gate and up kept in E4M3", map(by_token, both))):
+            for recipe, kept in (("as now", both), ("gate and up kept in E4M3", (by_token(both[0]), by_token(both[1])))):
                 for of, exact in zip(differentiate_swiglu(*kept, of_product), (dy, gradients[up][0]), strict=True):
                     add(f"WGrad of gate and up, {recipe}", (by_column(of).t() @ by_column(x), exact.t() @ x))
     return found
