@@ -36,7 +36,7 @@ from megatron_rl.mcore.passes.logprobs import ScoredPositions
 from megatron_rl.mcore.passes.packed_sequences import make_packed_params
 from megatron_rl.mcore.passes.pipeline import make_stage_options, split_input
 from megatron_rl.mcore.passes.sampled_scores import SampledScores
-from megatron_rl.mcore.passes.shared_prompts import SharedPrompts, can_share
+from megatron_rl.mcore.passes.shared_prefixes import SharedPrefixes, can_share
 from megatron_rl.mcore.weights.step_response import StepResponse
 from megatron_rl.metrics import declare
 from megatron_rl.observability import profiling
@@ -73,7 +73,7 @@ class _Row:
     ahead: list[Lookahead]  # holds at most one element; empty if no MTP layers are run
     known: KnownRoutes  # expert token counts that are known before the pass
     draws: Draws | None  # to be recorded
-    shared: SharedPrompts | None  # None: all positions are computed
+    shared: SharedPrefixes | None  # None: all positions are computed
 
 
 class Policy:
@@ -86,7 +86,7 @@ class Policy:
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
         self._draw_record: DrawRecord | None = None
-        self._shares_prompts = can_share(self.chunks[0].config, self._device)
+        self._shares_prefixes = can_share(self.chunks[0].config, self._device)
 
     @property
     def attention_length(self) -> float:
@@ -143,7 +143,7 @@ class Policy:
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
     def _forward(
-        self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN, shared: SharedPrompts | None = None
+        self, chunk: Any, batch: MicroBatch, shard: ContextShard, known: KnownRoutes = UNKNOWN, shared: SharedPrefixes | None = None
     ) -> torch.Tensor:
         """Return a stage's output for this rank's positions: on the last stage logits [1, t / cp, vocab / tp] or scores
         (`score_positions`). With `shared`, only its positions are computed."""
@@ -187,7 +187,7 @@ class Policy:
             if self._draw_record is not None:
                 marked = scored.select(shard.select(batch.draws)) if len(batch.draws) else batch.draws
                 draws = Draws.choose(marked, scored.select(shard.select(batch.token_indices)), self._draw_record)
-            shared = SharedPrompts.find(batch, samples) if self._shares_prompts else None
+            shared = SharedPrefixes.find(batch) if self._shares_prefixes else None
             return _Row(batch.to(self._device), shard.to(self._device), scored.to(self._device), ahead, known, draws, shared)
 
         def forward(chunk: Any, row: _Row, stage_input: torch.Tensor | None) -> torch.Tensor:
@@ -232,7 +232,6 @@ class Actor(Policy):
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
-        self._shares_prompts = False  # gradients would be added up in another order, and hooks of a walk read every position
         self._train, self.steps_done, self.routing.replay_enabled = train, 0, True
         self._mtp_layers: int = self.chunks[0].config.trained_mtp_layers
         self._forward_chunks = wrap_chunks(self.chunks, train)

@@ -9,8 +9,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
+from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +63,19 @@ def _prepare(parent, interpret):
 def _call_undecorated(module, name):
     function = getattr(importlib.import_module(module), name)
     return getattr(function, "__wrapped__", function)()
+
+
+@contextmanager
+def unmixed_rows():
+    """Context manager in which the interpreter's products do not depend on a row's place in its tile, as on a GPU: they are summed up in
+    float64. The BLAS of a CPU with AVX2 computes the last rows of a tile by another kernel."""
+    from triton.runtime import interpreter
+
+    def multiply(a, b, dtype):
+        return np.matmul(a, b, dtype=np.float64).astype(dtype)
+
+    with mock.patch.object(interpreter, "np", SimpleNamespace(**vars(np) | {"matmul": multiply})):
+        yield
 
 
 def ignore_marks(ptx):

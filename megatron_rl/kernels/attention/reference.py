@@ -24,6 +24,8 @@ class LengthGroup:
     positions: torch.Tensor
     """int64 `[b, s]`: each token's position in the row; beyond the end of a sequence, the position of its first token."""
     valid: torch.Tensor  # bool `[b, s]`: False beyond the end of a sequence
+    own: torch.Tensor | None = None
+    """bool `[b, s]`: positions whose query belongs to this sequence, if sequences share positions; None: all that are valid."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[t, h, d]` to contiguous `[b, h, s, d]`. Each row of a head is copied once; products would copy a transposed tensor."""
@@ -32,11 +34,25 @@ class LengthGroup:
         return x.reshape(-1, x.shape[2]).index_select(0, rows.flatten()).view(batch, heads, width, -1)
 
     def scatter(self, x: torch.Tensor, into: torch.Tensor) -> None:
-        """Write `[b, h, s, d]` to the positions of the sequences in `[t, h, d]`."""
+        """Write `[b, h, s, d]` to the sequences' own positions in `[t, h, d]`."""
+        into.index_copy_(0, *self._select(x, self.queries))
+
+    def add(self, x: torch.Tensor, into: torch.Tensor) -> None:
+        """Add `[b, h, s, d]` to all positions of the sequences in `[t, h, d]`, in order."""
+        index, values = self._select(x, self.valid)
+        into.index_add_(0, index, values.to(into.dtype))
+
+    @property
+    def queries(self) -> torch.Tensor:
+        """bool `[b, s]`: positions whose result this group writes."""
+        return self.valid if self.own is None else self.own
+
+    def _select(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions [n] that are chosen by bool `[b, s]`, and their rows `[n, h, d]` of `[b, h, s, d]`."""
         batch, heads, width, _ = x.shape
-        rows = torch.arange(batch * heads * width).view(batch, heads, width).transpose(1, 2)[self.valid]
+        rows = torch.arange(batch * heads * width).view(batch, heads, width).transpose(1, 2)[chosen]
         values = x.reshape(-1, x.shape[3]).index_select(0, rows.flatten())
-        into.index_copy_(0, self.positions[self.valid], values.view(-1, *x.shape[1::2]))
+        return self.positions[chosen], values.view(-1, *x.shape[1::2])
 
 
 def group_by_length(lengths: list[int]) -> list[LengthGroup]:
@@ -66,7 +82,7 @@ class _PackedCausalAttention(torch.autograd.Function):
         for group in groups:
 
             def attend(own: slice, group: LengthGroup = group) -> None:
-                part = LengthGroup(group.positions[own], group.valid[own])
+                part = LengthGroup(group.positions[own], group.valid[own], group.queries[own])
                 last = torch.arange(part.positions.shape[1]).expand(part.positions.shape)
                 q, k, v = (part.gather(x) for x in (query, key, value))
                 part.scatter(batch_invariant.attention(q, k, v, last, scale, sinks, window), result)
@@ -77,20 +93,24 @@ class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        gradients: tuple[torch.Tensor, ...] = tuple(torch.empty_like(x) for x in saved)
+        shared = any(group.own is not None for group in ctx.groups)  # then keys and values get gradients from several sequences
+        into_query = torch.empty_like(saved[0])
+        sums = [torch.zeros_like(x, dtype=torch.float32) if shared else torch.empty_like(x) for x in saved[1:]]
         of_sinks = None if sinks is None else torch.zeros_like(sinks)
         for group in ctx.groups:
             inputs = tuple(group.gather(x) for x in saved)
-            padded = group.gather(gradient) * group.valid[:, None, :, None]
+            padded = group.gather(gradient) * group.queries[:, None, :, None]
             found: Sequence[torch.Tensor]
             if of_sinks is None:
                 found = batch_invariant.attention_gradients(inputs, padded, ctx.scale)
             else:
                 *found, part = batch_invariant.sink_attention_gradients(inputs, sinks, padded, ctx.scale, ctx.window)
                 of_sinks += part
-            for x, into in zip(found, gradients, strict=True):
-                group.scatter(x, into)
-        return *gradients, of_sinks, None, None, None
+            group.scatter(found[0], into_query)
+            for x, into in zip(found[1:], sums, strict=True):
+                (group.add if shared else group.scatter)(x, into)
+        of_key, of_value = (total.to(x.dtype) for total, x in zip(sums, saved[1:], strict=True))
+        return into_query, of_key, of_value, of_sinks, None, None, None
 
 
 def grouped_attention(

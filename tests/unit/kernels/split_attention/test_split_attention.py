@@ -3,7 +3,7 @@ neither on other sequences, nor on cuts, nor on where keys lie. The interpreter 
 
 import pytest
 import torch
-from support.kernel_tests import in_interpreter, random
+from support.kernel_tests import in_interpreter, random, unmixed_rows
 
 from megatron_rl.kernels.split_attention import Sequences, pack, reference
 
@@ -77,7 +77,7 @@ def test_a_row_has_the_bits_of_its_own_keys():
 
     from megatron_rl.kernels.split_attention import triton as kernels
 
-    with patch.object(kernels, "SPLIT", SPLIT):
+    with patch.object(kernels, "SPLIT", SPLIT), unmixed_rows():
         for kind in KINDS:
             found = compare_cuts(kernels.attend, kind, (65, 200) if kind[2] < 256 else (130,))
             assert set(found) == {"alone", "decoded", "chunks of 1", "chunks of 40"}
