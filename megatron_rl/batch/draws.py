@@ -27,16 +27,23 @@ def hash_to_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def mark_draws(samples: Iterable[TrainingSample], step: int, share: float = 1.0) -> None:
     """Set `TrainingSample.draws` of samples with columns: a `share` of the tokens that the trainer's own version sampled is checked. The
     choice is a hash of step, sample, and position; neighbors are chosen together."""
-    for sample in samples:
-        positions = sample.target_positions.numpy()
-        counts, seeds = sample.seeds.view(-1, 2).T.numpy() if len(sample.seeds) else ([len(positions)], np.array([UNKNOWN]))
-        seeds_A = seeds.repeat(counts)
-        numbers = np.where(seeds_A == UNKNOWN, -1.0, hash_to_uniform(seeds_A, positions))
-        spread = _hash((step, sample.number, _SPREAD), positions)
-        checked = _hash((step, sample.number // _NEIGHBORS, _CHOICE), positions // _BLOCK) < share
+    samples = list(samples)
+    if not samples:
+        return
+    places = [sample.target_positions.numpy() for sample in samples]
+    counts, positions = [len(each) for each in places], np.concatenate(places)
+    turns = [sample.seeds.numpy() if len(sample.seeds) else (len(each), UNKNOWN) for sample, each in zip(samples, places, strict=True)]
+    lengths, seeds = np.concatenate(turns).reshape(-1, 2).T
+    seeds_A = seeds.repeat(lengths)
+    numbers = np.where(seeds_A == UNKNOWN, -1.0, hash_to_uniform(seeds_A, positions))
+    number = np.array([sample.number for sample in samples])
+    spread = _hash(step, number, _SPREAD, counts, positions)
+    checked = _hash(step, number // _NEIGHBORS, _CHOICE, counts, positions // _BLOCK) < share
+    drawn = torch.from_numpy(np.stack([numbers, np.where(checked, spread, np.nan)], -1))
+    for sample, draws in zip(samples, drawn.split(counts), strict=True):
+        sample.draws = draws
         if len(sample.version_lags):
-            checked &= sample.version_lags.numpy() == 0
-        sample.draws = torch.from_numpy(np.stack([numbers, np.where(checked, spread, np.nan)], -1))
+            draws[sample.version_lags > 0, 1] = torch.nan
 
 
 def unmark_draws(samples: Iterable[TrainingSample]) -> None:
@@ -45,7 +52,7 @@ def unmark_draws(samples: Iterable[TrainingSample]) -> None:
         sample.draws = torch.empty(0)
 
 
-def _hash(parts: tuple[int, int, int], positions: np.ndarray) -> np.ndarray:
-    step, number, use = parts
-    seed = hash_to_uniform(np.array([step << 34 | number << 2 | use]), np.zeros(1)) * 2.0**62
-    return hash_to_uniform(seed.astype(np.int64), positions)
+def _hash(step: int, numbers: np.ndarray, use: int, counts: list[int], positions: np.ndarray) -> np.ndarray:
+    """Return uniform numbers of positions, `counts` of which belong to each of the samples with `numbers`."""
+    seeds = hash_to_uniform(step << 34 | numbers << 2 | use, np.zeros(1)) * 2.0**62
+    return hash_to_uniform(seeds.astype(np.int64).repeat(counts), positions)

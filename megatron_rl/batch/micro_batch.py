@@ -148,7 +148,7 @@ class MicroBatches:
             padding=sum(lengths) - sum(samples[index].length - 1 for index in indices),
             tokens=torch.zeros(shape, dtype=torch.long),
             targets=torch.zeros(shape, dtype=torch.long),
-            positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+            positions=_count_positions(lengths),
             token_indices=torch.full(shape, -1),
             routed_experts=self.pack_records(number),
             kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
@@ -185,6 +185,12 @@ class MicroBatches:
             if known.any():
                 into = getattr(row, name)
                 into[0, targets[known.repeat_interleave(counts)]] = torch.cat([part for part in parts if part.numel()]).to(into.dtype)
+
+
+def _count_positions(lengths: list[int]) -> torch.Tensor:
+    """Return `MicroBatch.positions` [1, t] of sequences of the given lengths."""
+    sizes = torch.tensor(lengths)
+    return (torch.arange(sum(lengths)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)).unsqueeze(0)
 
 
 def make_micro_batches(

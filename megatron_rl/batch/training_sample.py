@@ -1,6 +1,7 @@
 """Training samples: a prompt, a sampled response, and per-token values. Shape legend: `_A` sampled response tokens."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -78,7 +79,7 @@ class TrainingSample:
         """Advantages of the sampled tokens, float32 [A]."""
         return self.token_advantages if len(self.token_advantages) else torch.full((self.sampled_count,), self.advantage)
 
-    @property
+    @cached_property
     def target_positions(self) -> torch.Tensor:
         """Positions that predict the sampled tokens, int64 [A]: position t predicts token t + 1."""
         positions = torch.arange(self.prompt_ids.numel() - 1, self.length - 1)
