@@ -102,7 +102,7 @@ class AbortedError(Exception):
     """Raised if a call is ended by the caller's own `Abort`, so its result is not needed."""
 
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
@@ -113,7 +113,7 @@ def find_os_error(error: BaseException | None) -> OSError | None:
 
 
 def describe_disk_error(error: BaseException) -> str:
-    """Return one line if a file could not be written because of the disk, such as a full one, or "" for other errors."""
+    """Return one line if a file could not be written because of the disk or a shared folder, such as a full one, or "" for other errors."""
     cause = find_os_error(error)
     if cause is not None and cause.errno in _DISK_ERRORS:
         return f"{cause.strerror} ({cause.filename})" if cause.filename else str(cause.strerror)

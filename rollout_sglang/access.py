@@ -11,7 +11,10 @@ import httpx
 _PUBLIC = ("/health", "/ready", "/metrics")
 """Prefixes of endpoints that only tell whether the engine is alive. SGLang does not protect them either."""
 _FREEZE_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 2.0  # clients close idle connections before SGLang does after 5 s, possibly while a request is on its way
+KEEP_ALIVE_SECONDS = 2.0
+"""Seconds after which clients close an idle connection."""
+SERVER_KEEP_ALIVE_SECONDS = 120
+"""The same for the server, which must not close a connection while a request is on its way, even if the network is down for a while."""
 
 _headers: dict[str, str] = {}
 

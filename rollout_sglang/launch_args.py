@@ -35,7 +35,7 @@ from megatron_rl.rollout.engine_placement import (
 from parallel.attention import GatedDeltaNet, LatentAttention
 from parallel.row_sums import count_parts
 from rollout_sglang import scoring
-from rollout_sglang.access import KEEP_ALIVE_SECONDS
+from rollout_sglang.access import KEEP_ALIVE_SECONDS, SERVER_KEEP_ALIVE_SECONDS
 from rollout_sglang.answers import MEDIA_TYPE
 from rollout_sglang.hooks import (
     adapters,
@@ -187,6 +187,7 @@ def make_environment(config: Config, contract: PrecisionContract, placement: Eng
     order = "tree" if contract.sums_by_tree else "ranks" if contract.sums_by_ranks else "fast"
     contracted |= {tree_reduction.REDUCTION_VARIABLE: order, e4m3_cache.KV_VARIABLE: contract.kv}
     contracted[special_text.TREATMENT_VARIABLE] = config.data.special_text
+    contracted["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(SERVER_KEEP_ALIVE_SECONDS)
     if contract.sums_by_ranks:
         contracted[tree_reduction.PARTS_VARIABLE] = str(count_parts(config.train.layout.tp, rollout.tp))
     if (lora := config.lora) is not None:

@@ -31,3 +31,6 @@ class LogConfig(ConfigSection):
     stuck_after: float = Field(1800.0, ge=0, le=MAX_SECONDS)
     """Hang timeout in seconds. If no rank enters a new phase for this long, the run reports where each rank is and stops. 0 disables the
     check. See docs/guides/slurm.md."""
+    lost_after: float = Field(180.0, ge=0, le=MAX_SECONDS)
+    """Seconds without a heartbeat after which a rank counts as lost, because it is suspended or its node cannot be reached. The run then
+    stops with one line. 0 disables the check."""

@@ -272,5 +272,5 @@ def to_run_error(error: BaseException) -> RunError | None:
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto continues from the last checkpoint")
     if disk := describe_disk_error(error):
-        return RunError(f"rank {get_rank()}: {disk}; make room, and checkpoint.resume=auto continues from the last checkpoint")
+        return RunError(f"rank {get_rank()}: {disk}; once it is writable, checkpoint.resume=auto continues from the last checkpoint")
     return None

@@ -19,6 +19,7 @@ from megatron_rl.data import ProblemStream, load_problems
 from megatron_rl.data.orders import compute_fingerprint
 from megatron_rl.diagnosis.checks import Diagnosis
 from megatron_rl.distributed import Rank0, errors_on_all_ranks, get_rank, raise_on_all_ranks, run_on_rank0, to_run_error
+from megatron_rl.distributed.heartbeats import watch_for_lost_ranks
 from megatron_rl.errors import MegatronRLError, MismatchError, RunError, UserError
 from megatron_rl.hf.checkpoint_format import find_checkpoint_format
 from megatron_rl.hf.files import read_config
@@ -131,7 +132,8 @@ class Session:
         invisible = UserError("log.dir", str(settings.dir), rule, "name a folder that all nodes share")
         raise_on_all_ranks(None if self.folder.is_dir() else invisible)
         log = self._resources.enter_context(rank_log(self.folder, rank, size))
-        self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
+        self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_end))
+        self._resources.enter_context(watch_for_lost_ranks(settings.lost_after, self._report_end))
 
     def _build_loop(self) -> Loop:
         """Load the models, start the engines without weights, and compare the precision graphs. The first sync fills the engines."""
@@ -281,8 +283,8 @@ class Session:
         except (Exception, SignalExit) as error:  # report the run's own error, not this one
             self.notify(f"no last checkpoint: {'a second signal came' if is_second() else error}")
 
-    def _report_hang(self, line: str) -> None:
-        """Mark the run as broken. Called in the watchdog's thread."""
+    def _report_end(self, line: str) -> None:
+        """Mark the run as broken. Called in a thread that then ends the process."""
         print(f"megatron-rl [rank {dist.get_rank()}]: {line}", file=sys.stderr, flush=True)
         self._close_log("broken", line)
 

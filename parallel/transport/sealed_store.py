@@ -61,5 +61,9 @@ class SealedStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 
+    def clone(self) -> "SealedStore":
+        """Return a store with a connection of its own, for another thread."""
+        return SealedStore(self._store.clone(), self._secret)
+
     def _seal(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")

@@ -4,6 +4,7 @@ import linecache
 import os
 import re
 import signal
+import time
 
 import psutil
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from support.processes import World, alive_after, until
 from support.trainer import start
 from support.training_runs import train_to
 
+from megatron_rl.distributed.heartbeats import watch_for_lost_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.hang_watchdog import read_rank_status
@@ -63,3 +65,27 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 def test_a_signal_to_one_rank_is_the_stop_of_all(worlds):
     errors = worlds(2).call(break_after_a_signal, 1)
     assert [(str(error), error.exit_code) for error in errors] == [("stopped by SIGUSR1", 143)] * 2
+
+
+def beat(run, lost_after, leaving):
+    """Exchange heartbeats until a rank is lost. The rank `leaving` leaves at once."""
+    start(Layout(dp=3))
+    rank = dist.get_rank()
+    with watch_for_lost_ranks(lost_after, lambda line: (run / f"{rank}").write_text(line)):
+        (run / f"{rank}.started").touch()
+        while rank != leaving:
+            time.sleep(1)
+
+
+def test_a_suspended_rank_is_named_to_all_and_one_that_has_left_is_not_missed(tmp_path):
+    with World(3, tmp_path / "world") as world:
+        world.send(beat, tmp_path, 3.0, 1)
+        until(lambda: all((tmp_path / f"{rank}.started").exists() for rank in range(3)), 300, "all ranks beat")
+        time.sleep(5)  # rank 1 has left for longer than `lost_after`
+        assert not (tmp_path / "0").exists()
+        os.kill(world.pid(2), signal.SIGSTOP)
+        assert alive_after([psutil.Process(world.pid(0))], 60) == []
+        line = (tmp_path / "0").read_text()
+        os.kill(world.pid(2), signal.SIGCONT)
+        assert alive_after([psutil.Process(world.pid(2))], 60) == []
+    assert re.match(rf"rank 2 \(process {world.pid(2)} on .+\) has been silent for \d+ s \(log.lost_after\): suspended, or cut off", line)

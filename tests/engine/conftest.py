@@ -4,7 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 from support import trainer_engine
+from support.debian import NoPackageError
 from support.models import FP8, make_checkpoint
+from support.node_runs import run_on_one_node
+from support.nodes import Cluster
 from support.processes import World
 
 
@@ -44,3 +47,23 @@ def launched(tmp_path_factory):
 def unified(launched, checkpoint):
     """A trainer and its engine in unified FP8, with one layer. Tests leave them proved."""
     return launched(checkpoint, FP8)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """`cluster(count)` starts nodes that end with the test."""
+    with ExitStack() as clusters:
+
+        def start(count, **options):
+            try:
+                return clusters.enter_context(Cluster(count, tmp_path, **options))
+            except (OSError, NoPackageError) as error:
+                pytest.skip(str(error))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def on_one_node(tmp_path_factory):
+    """The folder of the run of `node_runs.COMMON` on this machine."""
+    return run_on_one_node(tmp_path_factory.mktemp("one"), {})

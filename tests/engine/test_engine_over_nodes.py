@@ -1,8 +1,5 @@
 """A real engine whose ranks are on two nodes has the bits of an engine on one node, and is lost with either node. The nodes are two
-addresses of this machine, or this machine and a network namespace, which share neither an address nor memory."""
-
-import os
-import subprocess
+addresses of this machine; test_nodes.py has nodes that share neither an address nor memory."""
 
 import pytest
 from support import trainer_engine
@@ -10,17 +7,10 @@ from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, family
 from support.trainer_engine import TWO_NODES
 
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
-
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=51)]
 HEALTH = 30.0
 GROUP = {"transport": "process_group"}
-
-
-def set_launchers(*lines):
-    """Set how the next `start` launches engines on their nodes."""
-    os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -74,44 +64,3 @@ def test_all_nodes_end_with_the_trainer(world):
     trainer, *engine = family(world.pid())
     trainer.kill()
     assert len(engine) >= 4 and alive_after(engine, 120) == []
-
-
-OWN, OTHER = "10.213.77.1", "10.213.77.2"
-
-
-@pytest.fixture(scope="module")
-def namespace():
-    """The launcher of a network namespace with the address OTHER, which reaches this machine as OWN."""
-    name = f"mrl{os.getpid()}"
-    own, other = f"{name}a", f"{name}b"
-
-    def ip(*words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        ip("netns", "add", name)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces: {error}")
-    try:
-        ip("link", "add", own, "type", "veth", "peer", "name", other, "netns", name)
-        ip("addr", "add", f"{OWN}/24", "dev", own)
-        ip("link", "set", own, "up")
-        for words in (("addr", "add", f"{OTHER}/24", "dev", other), ("link", "set", other, "up"), ("link", "set", "lo", "up")):
-            ip("-n", name, *words)
-        yield f"ip netns exec {name} unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm; exec \"$@\"' sh"
-    finally:
-        ip("netns", "del", name)
-
-
-@pytest.mark.parametrize("hosts", [("127.0.0.1", OTHER), (OTHER, "127.0.0.1")], ids=["server here", "server there"])
-def test_nodes_that_share_nothing_meet_and_are_filled(hosts, namespace, new_world, checkpoint, tmp_path):
-    world = new_world()
-    world.call(set_launchers, *(namespace if host == OTHER else "" for host in hosts))
-    sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": {**GROUP, "host": OWN}}
-    world.call(trainer_engine.start, checkpoint, tmp_path, FP8, sections)
-    world.call(trainer_engine.check_live)
-    world.call(trainer_engine.train, random_sequences(8, seed=51))
-    report = world.call(trainer_engine.sync, 1, 64 << 10)[0]
-    assert report["proved"] == report["tensors"] == 2 * TENSORS
-    assert len(generate(world)) == len(PROMPTS)
-    world.close()

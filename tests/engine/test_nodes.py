@@ -1,107 +1,58 @@
 """Whole runs over nodes that share nothing but a folder: the samples, rewards, and weights of one node, and nothing left behind."""
 
 import json
+import os
+import signal
 import sys
 import time
-from contextlib import ExitStack
 
 import pytest
 from support.listening import find_listening
-from support.nodes import Cluster
-from support.processes import end, until
-from support.train_command import TINY, TORCHRUN, finish, latest, make_model, read_numbers, train, wait_for_rows
+from support.node_runs import COMMON, PORT, check, launch, place, place_engine, run_on_one_node, wait_for_phase
+from support.train_command import TORCHRUN, finish, train, wait_for_rows
 
 pytestmark = pytest.mark.timeout(6000)
-COMMON = {
-    "train.steps": 3,
-    "train.learning_rate": 1e-3,
-    "train.layout.dp": 2,
-    "rollout.engines": 2,
-    "sync.transport": "gloo",
-    "checkpoint.every": 3,
-}
-PORT = 29400
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    """Start nodes that end with the test."""
-    with ExitStack() as clusters:
-
-        def start(count):
-            try:
-                return clusters.enter_context(Cluster(count, tmp_path))
-            except OSError as error:
-                pytest.skip(str(error))
-
-        yield start
-
-
-def launch(nodes, folder, settings, port=PORT, config="quickstart", trainers=None, address="address"):
-    """Start a run with one rank per node, or per node of the first `trainers`, by torchrun on each. Return the commands. `address`: the
-    field of a node by which others reach it."""
-    own = nodes[:trainers]
-    arguments = make_model(folder, {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **settings}, config=config)
-    prefixes = {getattr(node, address): " ".join(node.prefix) for node in nodes}
-    launchers = "\n".join(prefixes.get(host, "") for host in json.loads(settings["rollout.hosts"]))
-    words = [
-        "torch.distributed.run",
-        f"--nnodes={len(own)}",
-        "--nproc-per-node=1",
-        f"--master-addr={getattr(nodes[0], address)}",
-        f"--master-port={port}",
-    ]
-    return [
-        node.start(
-            folder / node.name,
-            *words,
-            f"--node-rank={rank}",
-            "-m",
-            "megatron_rl",
-            "train",
-            *arguments,
-            MEGATRON_RL_ENGINE_LAUNCHER=launchers,
-        )
-        for rank, node in enumerate(own)
-    ]
-
-
-def read_samples(folder):
-    return [json.loads(line) for line in (latest(folder) / "samples.jsonl").read_text().splitlines()]
-
-
-def place(nodes, address="address"):
-    """Return the settings of one engine on each node."""
-    hosts = ["127.0.0.1", *(getattr(node, address) for node in nodes[1:])]
-    return COMMON | {"rollout.hosts": json.dumps(hosts), "sync.host": getattr(nodes[0], address)}
-
-
-def run_on_one_node(folder, settings):
-    """Return the folder of the same run on this machine."""
-    ranks = 2 if settings.get("train.layout.dp", 2) == 2 else 1
-    done = finish(train(folder, COMMON | settings, launcher=TORCHRUN if ranks == 2 else ()))
-    assert done.code == 0, done.err
-    return folder
-
-
-@pytest.fixture
-def on_one_node(tmp_path):
-    return run_on_one_node(tmp_path / "one", {})
-
-
-def check(nodes, commands, folder, expected):
-    """Wait for a run over nodes. It must end as the one on one node, and leave no process and no file."""
-    done = [finish(command) for command in commands]
-    assert [each.code for each in done] == [0] * len(commands), "\n".join(each.err for each in done)
-    rows, samples = read_numbers(latest(folder)), read_samples(folder)
-    assert rows == read_numbers(latest(expected)) and samples == read_samples(expected)
-    assert [row.get("mismatch/abs_max", 0) for row in rows[1:]] == [0] * COMMON["train.steps"]
-    assert [(node.list_processes(), node.list_files()) for node in nodes] == [([], [])] * len(nodes)
 
 
 def test_two_nodes_give_the_run_of_one(cluster, on_one_node, tmp_path):
     nodes = cluster(2)
     check(nodes, launch(nodes, tmp_path / "two", place(nodes)), tmp_path / "two", on_one_node)
+
+
+def test_an_engine_on_another_node_whose_cable_is_out_for_five_seconds_changes_nothing(cluster, on_one_node, tmp_path):
+    nodes, folder = cluster(2), tmp_path / "two"
+    commands = launch(nodes, folder, place_engine(nodes))
+    wait_for_phase(commands, folder, "sync")
+    nodes[1].cut()
+    time.sleep(5)
+    nodes[1].cut(down=False)
+    check(nodes, commands, folder, on_one_node)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_resumes_on_another_number_of_nodes(first, cluster, on_one_node, tmp_path):
+    nodes, folder = cluster(2), tmp_path / "run"
+    resumed = {"checkpoint.every": 1, "checkpoint.resume": "auto"}
+    starts = [lambda: [train(folder, COMMON | resumed, launcher=TORCHRUN)], lambda: launch(nodes, folder, place(nodes) | resumed)]
+    begin, go_on = starts if first == 1 else starts[::-1]
+    commands = begin()
+    wait_for_rows(commands[0], folder, 2)
+    for command in commands:
+        os.kill(command.pid, signal.SIGTERM)
+    assert all(finish(command).code for command in commands)
+    check(nodes, go_on(), folder, on_one_node)
+
+
+@pytest.mark.long
+def test_nodes_without_names_that_share_an_address_on_an_interface_without_a_route(cluster, on_one_node, tmp_path):
+    """As with a bridge for containers on each node."""
+    nodes, folder = cluster(2), tmp_path / "two"
+    for number, node in enumerate(nodes):
+        for words in ("link add bridge0 type dummy", "addr add 172.17.0.1/16 dev bridge0", "link set bridge0 up"):
+            node.run("ip", *words.split())
+        (tmp_path / f"hosts{number}").write_text("127.0.0.1 localhost\n")
+    check(nodes, launch(nodes, folder, place(nodes)), folder, on_one_node)
 
 
 @pytest.mark.long
@@ -112,14 +63,16 @@ def test_two_nodes_give_the_run_of_one(cluster, on_one_node, tmp_path):
         {"lora.rank": 8},
         {"sync.delta": "on"},
         {"rollout.engines": 1, "rollout.tp": 2, "rollout.nodes_per_engine": 2},
+        {"rollout.engines": 1, "rollout.tp": 2, "rollout.nodes_per_engine": 2, "rollout.hosts": "the server away from rank 0"},
     ],
-    ids=["sampling ahead", "LoRA", "delta", "an engine over both nodes"],
+    ids=["sampling ahead", "LoRA", "delta", "an engine over both nodes", "its server away from rank 0"],
 )
 def test_runs_of_other_kinds_over_two_nodes_are_those_of_one(cluster, tmp_path, settings):
-    nodes = cluster(2)
-    here = settings | ({"rollout.nodes_per_engine": 1} if "rollout.tp" in settings else {})
-    expected = run_on_one_node(tmp_path / "one", here)
-    check(nodes, launch(nodes, tmp_path / "two", place(nodes) | settings), tmp_path / "two", expected)
+    nodes, folder = cluster(2), tmp_path / "two"
+    own = {name: value for name, value in settings.items() if name != "rollout.hosts"}
+    away = {"rollout.hosts": json.dumps([nodes[1].address, "127.0.0.1"])} if own != settings else {}
+    expected = run_on_one_node(tmp_path / "one", own | ({"rollout.nodes_per_engine": 1} if "rollout.tp" in own else {}))
+    check(nodes, launch(nodes, folder, place(nodes) | own | away), folder, expected)
 
 
 @pytest.mark.long
@@ -137,33 +90,6 @@ def test_engines_on_nodes_of_their_own_give_the_run_of_one(cluster, tmp_path):
     hosts = json.dumps([node.address for node in nodes[1:]])
     settings = place(nodes) | alone | {"rollout.hosts": hosts}
     check(nodes, launch(nodes, tmp_path / "three", settings, trainers=1), tmp_path / "three", expected)
-
-
-@pytest.mark.long
-def test_a_cable_that_is_out_for_five_seconds_changes_nothing(cluster, on_one_node, tmp_path):
-    nodes = cluster(2)
-    commands = launch(nodes, tmp_path / "two", place(nodes))
-    wait_for_rows(commands[0], tmp_path / "two", 2)
-    nodes[1].cut()
-    time.sleep(5)
-    nodes[1].cut(down=False)
-    check(nodes, commands, tmp_path / "two", on_one_node)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_dies_stops_the_run_and_a_resumed_run_has_the_same_bits(cluster, on_one_node, tmp_path, lost):
-    nodes, folder = cluster(2), tmp_path / "two"
-    settings = place(nodes) | {"checkpoint.every": 1, "checkpoint.resume": "auto"}
-    commands = launch(nodes, folder, settings)
-    wait_for_rows(commands[0], folder, 2)
-    end(nodes[lost].list_processes())
-    survivor = finish(commands[1 - lost], 300)
-    assert survivor.code not in (0, None), survivor.err
-    until(lambda: not any(node.list_processes() for node in nodes), 120, "all processes end")
-    assert nodes[1 - lost].list_files() == []
-    nodes[lost].run("find", "/tmp", "-xdev", "-type", "f", "-delete")  # a node that starts again has an empty one
-    check(nodes, launch(nodes, folder, settings, PORT + 1), folder, on_one_node)
 
 
 ASK = """

@@ -1,23 +1,31 @@
-"""launch/slurm with a real SLURM of three nodes on this machine: Debian's packages, unpacked but not installed (slurm_cluster.py)."""
+"""launch/slurm with a real SLURM of five nodes, which are namespaces of this machine. Debian's packages are unpacked, not installed."""
 
 import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
-import psutil
 import pytest
-from slurm_cluster import Cluster, NoSlurmError, unpack_slurm
+from slurm_cluster import PACKAGES, PROGRAM, Cluster
+from support.debian import NoPackageError, unpack_packages
+from support.node_runs import compare_rows
+from support.nodes import Cluster as Nodes
 from support.processes import ROOT, command_lines, until
-from support.train_command import TINY, make_model, read_rows
+from support.train_command import TINY, TORCHRUN, finish, latest, make_model, read_rows, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4000)]
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
-CHANGES = {"train.layout.tp": 2, "train.steps": 20, "checkpoint.every": 1}  # ten seconds or more: the signal comes in the middle
-ONE_ADDRESS = '--rollout.hosts=["127.0.0.1","127.0.0.1"]'  # as all nodes of this SLURM have one address
+CHANGES = {
+    "train.layout.tp": 2,
+    "train.steps": 20,
+    "checkpoint.every": 1,
+    "reward.function": "support.agent_programs:judge",
+}  # ten seconds or more: the signal comes in the middle
 FOUR_ENGINES = ("--model.path=model", "--rollout.engines=4")
+LAST_TWO = 3
 PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
 STAND_IN = """#!/usr/bin/env bash
 # Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
@@ -38,12 +46,13 @@ exit "$code"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slurm")
-    try:
-        root = unpack_slurm(folder)
-    except NoSlurmError as error:
-        pytest.skip(f"no SLURM: {error}")
-    with Cluster(root, folder / "cluster", 3) as cluster:
-        yield cluster
+    with ExitStack() as stack:
+        try:
+            root = unpack_packages(folder, *PACKAGES, program=PROGRAM)
+            nodes = stack.enter_context(Nodes(5, tmp_path_factory.getbasetemp()))  # which has the folders of all tests
+        except (NoPackageError, OSError) as error:
+            pytest.skip(f"no SLURM: {error}")
+        yield stack.enter_context(Cluster(root, folder / "cluster", nodes))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,12 +67,12 @@ def quickstarts(cluster, tmp_path_factory):
 class Job:
     """A script submitted for the first nodes of the cluster, with all its files in `folder`."""
 
-    def __init__(self, cluster, folder, *arguments, script=COLOCATED, nodes=2, **variables):
+    def __init__(self, cluster, folder, *arguments, script=COLOCATED, nodes=2, first=0, options=(), **variables):
         self.cluster, self.folder = cluster, folder
-        environment = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PYTHON": sys.executable}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
-        placement = (f"--nodes={nodes}", f"--nodelist=node[1-{nodes}]", f"--chdir={folder}")
-        self.id = cluster.run("sbatch", "--parsable", *placement, *EACH_NODE, script, *arguments, env=environment)
+        placement = (f"--nodes={nodes}", f"--nodelist=node[{first}-{first + nodes - 1}]", f"--chdir={folder}")
+        self.id = cluster.run("sbatch", "--parsable", *placement, *EACH_NODE, *options, script, *arguments, env=environment)
 
     def state(self):
         return self.cluster.job(self.id)
@@ -100,46 +109,52 @@ def stand_in(cluster, tmp_path):
     return submit
 
 
+def list_hosts(*nodes):
+    """Return the setting of engines on rank 0's own node, if it is the first of `nodes`, and on others."""
+    hosts = ["127.0.0.1" if node.name == "node0" else node.address for node in nodes]
+    return f"--rollout.hosts={json.dumps(hosts, separators=(',', ':'))}"
+
+
 def starts(job, rank=0):
     file = job.folder / f"started.{rank}"
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
-    job = stand_in(0)
+def test_ranks_know_their_place_and_have_files_of_their_own(stand_in, cluster):
+    job, address, hosts = stand_in(0), cluster.nodes[0].address, list_hosts(*cluster.nodes[:2])
     assert job.wait(600) == "COMPLETED 0", job.texts()
-    command = (
-        f"-m megatron_rl train run.toml {ONE_ADDRESS} --checkpoint.resume=auto --sync.transport=gloo --sync.host=127.0.0.1 --train.steps=3"
-    )
-    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {command}"] for rank in range(2)]
+    command = f"-m megatron_rl train run.toml {hosts} --checkpoint.resume=auto --sync.transport=gloo --sync.host={address} --train.steps=3"
+    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 {address} {command}"] for rank in range(2)]
     assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
-    assert f"ranks on node1 node2, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
+    assert f"ranks on node0 node1, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
 
 
 def test_every_node_of_a_colocated_job_has_engines(stand_in):
-    job = stand_in("engines", arguments=FOUR_ENGINES, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    job = stand_in("engines", arguments=FOUR_ENGINES)
     assert job.wait(1200) == "COMPLETED 0", job.texts()
-    assert_engines(job, ["node1", "node1", "node2", "node2"])
+    assert_engines(job, ["node0", "node0", "node1", "node1"])
 
 
 def test_an_engine_over_two_nodes_has_a_process_on_each(stand_in):
     over_two = ("--model.path=model", "--rollout.tp=2", "--rollout.nodes_per_engine=2")
-    job = stand_in("engines", arguments=over_two, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    job = stand_in("engines", arguments=over_two)
     assert job.wait(1200) == "COMPLETED 0", job.texts()
     reports = [read_report(job.folder / name) for name in ("engine.log", "engine.node1.log")]
-    assert [(report["node"], report["rank"]) for report in reports] == [("node1", "0"), ("node2", "1")]
-    assert len({report["meeting"] for report in reports}) == 1 and reports[0]["meeting"].startswith("127.0.0.1:")
-    assert_nothing_is_left(job.folder)
+    assert [(report["node"], report["rank"]) for report in reports] == [("node0", "0"), ("node1", "1")]
+    assert len({report["meeting"] for report in reports}) == 1 and reports[0]["meeting"].startswith(f"{job.cluster.nodes[0].address}:")
+    assert_nothing_is_left(job)
 
 
 def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
-    named = {"script": DISAGGREGATED, "nodes": 3, "ENGINE_NODES": "2", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    named = {"script": DISAGGREGATED, "nodes": 3, "ENGINE_NODES": "2"}
     job = stand_in("engines", arguments=FOUR_ENGINES, **named)
     assert job.wait(1200) == "COMPLETED 0", job.texts()
-    settings = f"--placement.kind=disaggregated {ONE_ADDRESS} --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
-    assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} {' '.join(FOUR_ENGINES)}"] and not starts(job, 1)
-    assert "ranks on node1, logs in" in job.printed()
-    assert_engines(job, ["node2", "node2", "node3", "node3"])
+    nodes = job.cluster.nodes
+    address, placed = nodes[0].address, f"--placement.kind=disaggregated {list_hosts(*nodes[1:3])}"
+    settings = f"{placed} --checkpoint.resume=auto --sync.transport=process_group --sync.host={address}"
+    assert starts(job) == [f"0 0 1 {address} -m megatron_rl train run.toml {settings} {' '.join(FOUR_ENGINES)}"] and not starts(job, 1)
+    assert "ranks on node0, logs in" in job.printed()
+    assert_engines(job, ["node1", "node1", "node2", "node2"])
 
 
 def read_report(log):
@@ -150,10 +165,11 @@ def assert_engines(job, nodes):
     """Assert the nodes that engines 0, 1, ... reported, and that they counted their devices node by node. `support.slurm_trainer` has
     seen them end."""
     reports = [read_report(job.folder / f"engine{number}.log") for number in range(len(nodes))]
-    assert [(report["node"], report["host"]) for report in reports] == [(node, "127.0.0.1") for node in nodes]
+    hosts = {node.name: "127.0.0.1" if node.name == "node0" else node.address for node in job.cluster.nodes}
+    assert [(report["node"], report["host"]) for report in reports] == [(node, hosts[node]) for node in nodes]
     cores = os.cpu_count() or 1
     assert [report["cores"] for report in reports] == [str(nodes[:number].count(node) % cores) for number, node in enumerate(nodes)]
-    assert_nothing_is_left(job.folder)
+    assert_nothing_is_left(job)
 
 
 def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
@@ -163,6 +179,12 @@ def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
     assert job.wait(900) == "COMPLETED 0", job.texts()
     assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
     assert "stopped by a signal; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
+
+
+def test_slurm_warns_a_job_before_its_time_is_up(stand_in):
+    job = stand_in("stop", 0, options=("--time=2", "--signal=B:USR1@90"))
+    assert job.wait(900) == "COMPLETED 0", job.texts()
+    assert len(starts(job)) == 2 and "stopped by a signal; starting the job again" in job.printed()
 
 
 def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
@@ -213,23 +235,35 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
 
 
 def quickstart(cluster, folder, changes, script):
+    """Submit a run for the last two nodes, which no other test uses."""
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **CHANGES, **changes}
-    return Job(cluster, folder, *make_model(folder, settings), script=script)
+    return Job(cluster, folder, *make_model(folder, settings), script=script, first=LAST_TWO)
+
+
+def wait_for(job, condition, what):
+    until(lambda: condition() or job.state()["JobState"] == "FAILED", 1500, f"{what}\n{job.texts()}")
 
 
 def stopped_and_started_again(cluster, folder):
-    job = quickstart(cluster, folder, {"rollout.tp": 2, "rollout.nodes_per_engine": 2}, COLOCATED)  # one engine, on both nodes
+    """Warn a job, as SLURM does before its time is up, and preempt it later. Its engine is on both nodes."""
+    job = quickstart(cluster, folder, {"rollout.tp": 2, "rollout.nodes_per_engine": 2}, COLOCATED)
     run = folder / "runs" / "small" / "latest"
-    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 1500, f"the first step\n{job.texts()}")
+    wait_for(job, lambda: len(rows(run)) >= 2, "the first step")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 600, f"the job starts again\n{job.texts()}")
+    wait_for(job, lambda: job.state()["Restarts"] == "1", "the second start")
+    wait_for(job, lambda: "step 9/20" in job.rank(0).read_text(), "the ninth step")
+    nodes = f"--nodelist=node[{LAST_TWO}-{LAST_TWO + 1}]"
+    cluster.run("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", nodes, f"--chdir={folder}", "--wrap=sleep 1")
+    wait_for(job, lambda: job.state()["Restarts"] == "2", "the third start")
     assert job.wait(1500) == "COMPLETED 0", job.texts()
+    assert [node.list_files() for node in cluster.nodes[LAST_TWO:]] == [[], []]
     return job
 
 
 def with_an_engine_elsewhere(cluster, folder):
     job = quickstart(cluster, folder, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
     assert job.wait(1500) == "COMPLETED 0", job.texts()
+    assert [node.list_files() for node in cluster.nodes[LAST_TWO:]] == [[], []]
     return job
 
 
@@ -237,28 +271,33 @@ def rows(run):
     return read_rows(run) if (run / "metrics.jsonl").exists() else []
 
 
-def assert_nothing_is_left(folder):
-    alive = command_lines(psutil.process_iter())
-    assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
+def assert_nothing_is_left(job):
+    """Assert that no node has a process of the job."""
+    left = command_lines(process for node in job.cluster.nodes for process in node.list_processes())
+    assert [words for words in left.values() if any(str(job.folder) in word for word in words)] == []
 
 
-def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(quickstarts):
+def test_the_quickstart_on_two_nodes_is_warned_and_preempted_and_has_the_bits_of_one(quickstarts, tmp_path):
     job = quickstarts["colocated"].result()
     run = job.folder / "runs" / "small" / "latest"
     assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 30 for row in rows(run))
+    done = finish(train(tmp_path, CHANGES | {"rollout.tp": 2}, launcher=TORCHRUN))
+    assert done.code == 0, done.err
+    compare_rows(run, latest(tmp_path))
     state = json.loads((run / "run.json").read_text())
-    assert state["status"] == "finished" and len(state["resumed"]) == 1 and state["resumed"][0]["step"] >= 1
-    assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
+    assert state["status"] == "finished" and len(state["resumed"]) == 2 and state["resumed"][0]["step"] >= 1
+    assert all(f"run broken: stopped by {name}" in (run / "run.log").read_text() for name in ("SIGUSR1", "SIGTERM"))
+    assert len(list(run.parent.glob("20*"))) == 1
     assert "stopped by a signal; starting the job again" in job.printed()
     assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
     for rank in range(2):
-        assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 2
+        assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 3
     scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
     assert {f"time/{phase}" for phase in PHASES} <= scalars
-    assert_nothing_is_left(job.folder)
+    assert_nothing_is_left(job)
 
 
 def test_an_engine_on_a_node_of_its_own(quickstarts):
     job = quickstarts["disaggregated"].result()
     assert [row["sync/proved"] for row in rows(job.folder / "runs" / "small" / "latest")] == [15, 15]
-    assert_nothing_is_left(job.folder)
+    assert_nothing_is_left(job)

@@ -7,6 +7,8 @@ count and end them.
 
 import os
 import shlex
+import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,9 +18,42 @@ from pathlib import Path
 
 import psutil
 
+from support.debian import LIBRARIES, unpack_packages
 from support.processes import ROOT, Command, end, one_thread_environment, until
 
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
+
+
+class Mirror:
+    """A file system of its own (FUSE) through which a node sees the shared folder, so that it can be held and taken away."""
+
+    def __init__(self, programs: Path, keeper: int, shared: Path) -> None:
+        self._programs, self._keeper, self._shared = programs, keeper, shared
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root, options = self._programs, ("-f", "--multithreaded", "-o", "nonempty")
+        libraries = f"{root}/{LIBRARIES}:{root}/lib/{Path(LIBRARIES).name}"
+        words = ["nsenter", f"--target={self._keeper}", *_NAMESPACES, f"{root}/usr/bin/bindfs", *options, "/mnt/source", str(self._shared)]
+        process = subprocess.Popen(words, env=os.environ | {"LD_LIBRARY_PATH": libraries})
+        mounts = Path(f"/proc/{self._keeper}/mounts")
+        until(lambda: f" {self._shared} fuse" in mounts.read_text() or process.poll() is not None, 60, "a mirror")
+        if process.poll() is not None:
+            raise OSError("bindfs cannot mount here")
+        return process
+
+    def hold(self, hold: bool = True) -> None:
+        """Let nothing be read or written, or go on."""
+        self.process.send_signal(signal.SIGSTOP if hold else signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Mount the folder again after `end`."""
+        subprocess.run(["nsenter", f"--target={self._keeper}", *_NAMESPACES, "umount", "--lazy", str(self._shared)], check=True)
+        self.process = self._start()
 
 
 @dataclass(frozen=True)
@@ -27,6 +62,8 @@ class Node:
     address: str
     address6: str
     pid: int  # of the process that keeps the namespaces
+    shared: Path  # the folder that all nodes see
+    mirror: Mirror | None = None
 
     @property
     def prefix(self) -> tuple[str, ...]:
@@ -36,7 +73,8 @@ class Node:
     def start(self, folder: Path, *arguments: object, **variables: str) -> Command:
         """Start `python -m ARGUMENTS` on this node, with its output in a folder that this machine can read."""
         words = [*self.prefix, sys.executable, "-m", *map(str, arguments)]
-        return Command(folder, args=words, env=one_thread_environment() | variables)
+        clock = {"LD_PRELOAD": str(self.shared / "clock.so"), "CLOCK_FILE": _CLOCK} if (self.shared / "clock.so").exists() else {}
+        return Command(folder, args=words, env=one_thread_environment() | clock | variables)
 
     def run(self, *words: str) -> str:
         done = subprocess.run([*self.prefix, *words], capture_output=True, text=True, check=True, timeout=60)
@@ -45,9 +83,10 @@ class Node:
     def list_processes(self) -> list[psutil.Process]:
         """Return the processes on this node, without the one that keeps it."""
         own, found = os.stat(f"/proc/{self.pid}/ns/net").st_ino, []
+        keepers = (self.pid, self.mirror.process.pid if self.mirror else 0)
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:
+                if process.pid not in keepers and os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:
                     found.append(process)
         return found
 
@@ -59,6 +98,25 @@ class Node:
         """Take the node's cable out, or put it back."""
         self.run("ip", "link", "set", "eth0", "down" if down else "up")
 
+    def fill(self, full: bool = True) -> None:
+        """Leave no space in /tmp, or give it back."""
+        used = self.run("df", "--output=used", "-k", "/tmp").split()[-1]
+        self.run("mount", "-o", f"remount,size={used if full and used != '0' else 4 if full else 4 << 20}k", "/tmp")
+
+    def set_clock(self, seconds: int) -> None:
+        """Let the clock of this node's processes differ by so many seconds. Needs `make_clocks`."""
+        with open(f"/proc/{self.pid}/root{_CLOCK}", "r+b") as file:
+            file.write(struct.pack("q", seconds))
+
+
+_CLOCK = "/mnt/clock"  # file with the seconds by which a node's clock differs
+
+
+def make_clocks(shared: Path) -> None:
+    """Let the nodes that share a folder have clocks that can be set, for the processes that are started from here on."""
+    code = Path(__file__).with_name("node_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(shared / "clock.so"), str(code)], check=True, capture_output=True)
+
 
 class Cluster:
     """Context manager of some nodes, which removes them with all their processes. Raise OSError where namespaces are not allowed.
@@ -66,16 +124,19 @@ class Cluster:
     Args:
         count: Number of nodes.
         shared: A folder that all nodes see at its own path.
+        mirrored: Give each node a `Mirror`. Raise NoPackageError if it cannot be had.
     """
 
-    def __init__(self, count: int, shared: Path) -> None:
+    def __init__(self, count: int, shared: Path, mirrored: bool = False) -> None:
         self._count, self._shared = count, shared
+        self._mirrored = unpack_packages(shared / "bindfs", "bindfs", program="usr/bin/bindfs") if mirrored else None
         self._keepers: list[subprocess.Popen[bytes]] = []
         self.nodes: list[Node] = []
 
     def __enter__(self) -> list[Node]:
         try:
             bridge = self._keep(["--net"], "ip link add name bridge type bridge && ip link set bridge up")
+            (self._shared / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody answers, so no address has a name in DNS
             subnet = os.getpid() % 250
             addresses = [f"10.214.{subnet}.{number + 1}" for number in range(self._count)]
             for number, address in enumerate(addresses):
@@ -83,7 +144,8 @@ class Cluster:
                 hosts = self._shared / f"hosts{number}"
                 hosts.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 node{number}", *others, ""]))
                 pid = self._keep(_NAMESPACES, self._prepare(number, hosts))
-                node = Node(f"node{number}", address, f"fd00:214:{subnet}::{number + 1}", pid)
+                mirror = Mirror(self._mirrored, pid, self._shared) if self._mirrored else None
+                node = Node(f"node{number}", address, f"fd00:214:{subnet}::{number + 1}", pid, self._shared, mirror)
                 port = ["name", f"port{number}", "netns", str(bridge)]
                 node.run("ip", "link", "add", "name", "eth0", "type", "veth", "peer", *port)
                 into = ["nsenter", f"--target={bridge}", "--net"]
@@ -101,6 +163,9 @@ class Cluster:
         return self.nodes
 
     def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            if node.mirror is not None:  # what waits for it can be killed only after its end
+                node.mirror.end()
         end([process for node in self.nodes for process in node.list_processes()])
         for keeper in self._keepers:  # the kernel removes namespaces, cables, and mounts with the last process
             keeper.kill()
@@ -126,10 +191,13 @@ class Cluster:
             "mount --make-rprivate /",
             f"hostname node{number}",
             f"mount --bind {shlex.quote(str(hosts))} /etc/hosts",
+            f"mount --bind {shlex.quote(str(self._shared / 'resolv.conf'))} /etc/resolv.conf",
             "mount -t tmpfs tmpfs /mnt",
+            f"head -c 8 /dev/zero >{_CLOCK}",
             *save,
             "mount -t tmpfs tmpfs /tmp",
             "mount -t tmpfs tmpfs /dev/shm",
             *restore,
+            f"mkdir /mnt/source; mount --bind {shlex.quote(str(self._shared))} /mnt/source",
         ]
         return "; ".join(steps)

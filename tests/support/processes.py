@@ -36,9 +36,11 @@ class Done:
 
 
 def one_thread_environment():
-    """Return the environment of a process that shares two cores with others, without the rank variables of a torchrun around pytest."""
+    """Return the environment of a process that shares two cores with others and finds these modules. It lacks the rank variables of a
+    torchrun around pytest."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "400"}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT / "tests"))))
+    return {**inherited, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "400"}
 
 
 class Command:
@@ -128,12 +130,12 @@ def _runs(process):
         return False
 
 
-def until(condition, seconds, what):
+def until(condition, seconds, what, seconds_between=0.1):
     """Wait for a condition. Raise AssertionError with `what` if it does not become true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
-        time.sleep(0.1)
+        time.sleep(seconds_between)
 
 
 def call_in_fresh_process(function, *arguments, **environment):

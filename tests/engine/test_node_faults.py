@@ -1,0 +1,55 @@
+"""What breaks between nodes, each while the run samples, syncs, and writes a checkpoint (docs/guides/faults.md has the table).
+
+A run that goes on ends with the bits of an undisturbed one. A run that ends says so in one line within the seconds that are promised, and
+leaves no process and no file on any node. Started again, it ends with the bits of an undisturbed one.
+"""
+
+import pytest
+from support.node_faults import ENDING, SURVIVED, FaultyJob
+from support.node_runs import check, run_on_one_node, wait_for_phase
+from support.nodes import make_clocks
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
+PHASES = ("generate", "sync", "checkpoint")
+
+
+@pytest.fixture
+def nodes(cluster, tmp_path):
+    make_clocks(tmp_path)
+    return cluster(2, mirrored=True)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the folder of a run of so many steps on this machine."""
+    folders = {}
+
+    def run(steps):
+        if steps not in folders:
+            folders[steps] = run_on_one_node(tmp_path_factory.mktemp("undisturbed"), {"train.steps": steps})
+        return folders[steps]
+
+    return run
+
+
+def test_a_run_goes_on_after_faults_with_the_bits_of_an_undisturbed_one(nodes, undisturbed, tmp_path):
+    steps = 1 + len(SURVIVED) * len(PHASES)
+    job = FaultyJob(nodes, tmp_path / "two", {"train.steps": steps})
+    for step, (name, phase) in enumerate([(name, phase) for name in SURVIVED for phase in PHASES], 1):
+        wait_for_phase(job.commands, job.folder, phase, step)
+        SURVIVED[name].strike(nodes)
+        print(f"{name}, {phase}: struck")
+    check(nodes, job.commands, job.folder, undisturbed(steps))
+
+
+@pytest.mark.parametrize("first", range(len(PHASES)))
+def test_a_run_that_faults_end_leaves_nothing_and_resumes_with_the_bits_of_an_undisturbed_one(first, nodes, undisturbed, tmp_path):
+    steps = len(ENDING) + 1
+    job = FaultyJob(nodes, tmp_path / "two", {"train.steps": steps})
+    for step, name in enumerate(ENDING, 1):
+        phase = PHASES[(first + step) % len(PHASES)]
+        wait_for_phase(job.commands, job.folder, phase, step)
+        ENDING[name].strike(nodes)
+        print(f"{name}, {phase}: {job.break_down(ENDING[name]):.0f} s")
+        job.start()
+    check(nodes, job.commands, job.folder, undisturbed(steps))
