@@ -93,7 +93,7 @@ class HangWatchdog:
                 with self._lock:
                     self._since += suspended
             self._write_status()
-            if (self._folder / "stuck").exists() or self._is_hung():
+            if os.path.exists(self._folder / "stuck") or self._is_hung():  # Path.exists raises if the shared folder is gone
                 self._abort()
 
     def _write_status(self) -> None:

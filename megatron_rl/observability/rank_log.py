@@ -7,7 +7,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -22,7 +22,7 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
     logged, with its traceback if it is a bug. A fatal signal logs the stacks of all threads."""
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
-    with (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+    with _open_log(folder / f"rank_{rank:05d}.log") as file:
         file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {rank} of {size}: process {os.getpid()} on {socket.gethostname()}\n")
         handlers = _add_handlers(file)
         faulthandler.enable(file)
@@ -31,13 +31,25 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
         except BaseException as error:
             expected = isinstance(error, MegatronRLError | SystemExit | KeyboardInterrupt)
             text = f"ended: {type(error).__name__}: {error}\n" if expected else traceback.format_exc()
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(text)}")
+            with suppress(OSError):  # the shared folder may be gone
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {redact(text)}")
             raise
         finally:
             faulthandler.disable()
             logging.captureWarnings(False)
             for handler in handlers:
                 logging.getLogger().removeHandler(handler)
+
+
+@contextmanager
+def _open_log(path: Path) -> Iterator[IO[str]]:
+    """Context manager that opens a log for appending. An error of closing it does not replace the error of the block."""
+    file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 class _RedactingFormatter(logging.Formatter):

@@ -64,8 +64,8 @@ class FaultyJob:
         done = [finish(command, MOST_SECONDS) for command in self.commands]
         assert all(each.code for each in done) and re.search(fault.line, "\n".join(each.err for each in done)), [each.err for each in done]
         until(lambda: not any(node.list_processes() for node in self.nodes), 60, "all processes end")
-        check_empty(self.nodes)
         fault.mend(self.nodes)
+        check_empty(self.nodes)
         return seconds
 
 

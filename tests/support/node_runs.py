@@ -1,6 +1,7 @@
 """Whole runs over nodes (`nodes.py`): started by torchrun on each node, and compared with the same run on one machine."""
 
 import json
+from contextlib import suppress
 
 from support.processes import until
 from support.train_command import LONG, TINY, TORCHRUN, finish, latest, make_model, read_json, read_numbers, train
@@ -84,14 +85,16 @@ def check_empty(nodes):
     assert [(node.list_processes(), node.list_files()) for node in nodes] == [([], [])] * len(nodes)
 
 
-def wait_for_phase(commands, folder, phase, step=2):
-    """Wait until rank 0 is in a phase of a step. Raise AssertionError if a command ends first."""
-    status = latest(folder) / "ranks" / "rank_00000.json"
+def wait_for_phase(commands, folder, phase, after=1):
+    """Wait until rank 0 is in a phase of a step after `after`, and return the step. Raise AssertionError if a command ends first."""
+    status, found = latest(folder) / "ranks" / "rank_00000.json", {}
 
     def is_there():
         if any(command.ended() for command in commands):
             raise AssertionError("\n".join(command.wait(1).err for command in commands if command.ended()))
-        place = read_json(status) if status.is_file() else {}
-        return (place.get("phase"), place.get("step")) == (phase, step)
+        with suppress(OSError, ValueError):  # the file is there later, or replaced
+            found.update(read_json(status))
+        return found.get("phase") == phase and found["step"] > after
 
     until(is_there, LONG, phase, seconds_between=0.003)
+    return found["step"]
