@@ -49,7 +49,7 @@ def test_nodes_without_names_that_share_an_address_on_an_interface_without_a_rou
     """As with a bridge for containers on each node."""
     nodes, folder = cluster(2), tmp_path / "two"
     for number, node in enumerate(nodes):
-        for words in ("link add bridge0 type dummy", "addr add 172.17.0.1/16 dev bridge0", "link set bridge0 up"):
+        for words in ("link add bridge0 type bridge", "addr add 172.17.0.1/16 dev bridge0", "link set bridge0 up"):
             node.run("ip", *words.split())
         (tmp_path / f"hosts{number}").write_text("127.0.0.1 localhost\n")
     check(nodes, launch(nodes, folder, place(nodes)), folder, on_one_node)

@@ -65,7 +65,8 @@ def compare_rows(run, expected):
     """Assert that the metrics of two runs are the same."""
     rows, others = read_numbers(run), read_numbers(expected)
     pairs = [(row["step"], key, row.get(key), other.get(key)) for row, other in zip(rows, others, strict=True) for key in {**row, **other}]
-    assert [(step, key, *values) for step, key, *values in pairs if values[0] != values[1]] == []
+    different = [(step, key, value, other) for step, key, value, other in pairs if value != other]
+    assert not different, different
 
 
 def check(nodes, commands, folder, expected):
