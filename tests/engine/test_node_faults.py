@@ -5,7 +5,7 @@ leaves no process and no file on any node. Started again, it ends with the bits 
 """
 
 import pytest
-from support.node_faults import ENDING, SURVIVED, FaultyJob
+from support.node_faults import ENDING, ONE_ENGINE, SURVIVED, FaultyJob
 from support.node_runs import check, run_on_one_node, wait_for_phase
 from support.nodes import make_clocks
 
@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory):
 
     def run(steps):
         if steps not in folders:
-            folders[steps] = run_on_one_node(tmp_path_factory.mktemp("undisturbed"), {"train.steps": steps})
+            folders[steps] = run_on_one_node(tmp_path_factory.mktemp("undisturbed"), ONE_ENGINE | {"train.steps": steps})
         return folders[steps]
 
     return run

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from support.listening import find_listening
-from support.node_runs import COMMON, PORT, check, launch, place, place_engine, run_on_one_node, wait_for_phase
+from support.node_runs import COMMON, PORT, check, launch, place, place_engines, run_on_one_node, wait_for_phase
 from support.train_command import TORCHRUN, finish, train, wait_for_rows
 
 pytestmark = pytest.mark.timeout(6000)
@@ -19,9 +19,9 @@ def test_two_nodes_give_the_run_of_one(cluster, on_one_node, tmp_path):
     check(nodes, launch(nodes, tmp_path / "two", place(nodes)), tmp_path / "two", on_one_node)
 
 
-def test_an_engine_on_another_node_whose_cable_is_out_for_five_seconds_changes_nothing(cluster, on_one_node, tmp_path):
+def test_engines_on_another_node_whose_cable_is_out_for_five_seconds_change_nothing(cluster, on_one_node, tmp_path):
     nodes, folder = cluster(2), tmp_path / "two"
-    commands = launch(nodes, folder, place_engine(nodes))
+    commands = launch(nodes, folder, place_engines(nodes))
     wait_for_phase(commands, folder, "sync")
     nodes[1].cut()
     time.sleep(5)

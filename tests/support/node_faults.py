@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from support.node_runs import PORT, check_empty, launch, place_engine
+from support.node_runs import PORT, check_empty, launch, place_engines
 from support.nodes import Node
 from support.processes import end, until
 from support.train_command import finish, latest
@@ -29,13 +29,16 @@ class Fault:
     mend: Callable[[Sequence[Node]], None] = lambda nodes: None
 
 
+ONE_ENGINE = {"rollout.engines": 1}
+
+
 class FaultyJob:
-    """A job on two nodes with mirrors and clocks, with its engine on the second one."""
+    """A job on two nodes with mirrors, with its engine on the second one."""
 
     def __init__(self, nodes, folder, settings):
         self.nodes, self.folder = nodes, folder
         resumed = {"checkpoint.every": 1, "checkpoint.resume": "auto", "log.lost_after": LOST_AFTER}
-        self._settings, self._port = place_engine(nodes) | resumed | settings, PORT
+        self._settings, self._port = place_engines(nodes) | ONE_ENGINE | resumed | settings, PORT
         self.start()
 
     def start(self):

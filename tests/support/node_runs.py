@@ -44,9 +44,9 @@ def place(nodes, address="address"):
     return COMMON | {"rollout.hosts": json.dumps(hosts), "sync.host": getattr(nodes[0], address)}
 
 
-def place_engine(nodes):
-    """Return the settings of one engine on the second node, away from rank 0."""
-    return place(nodes) | {"rollout.engines": 1, "rollout.hosts": json.dumps([nodes[1].address])}
+def place_engines(nodes):
+    """Return the settings of both engines on the second node, away from rank 0."""
+    return place(nodes) | {"rollout.hosts": json.dumps([nodes[1].address])}
 
 
 def run_on_one_node(folder, settings):
@@ -62,10 +62,10 @@ def read_samples(folder):
 
 
 def compare_rows(run, expected):
-    """Assert that the metrics of two runs are the same."""
+    """Assert that the metrics of two runs are the same, without the tests of draws, whose moving sums begin anew when a run resumes."""
     rows, others = read_numbers(run), read_numbers(expected)
     pairs = [(row["step"], key, row.get(key), other.get(key)) for row, other in zip(rows, others, strict=True) for key in {**row, **other}]
-    different = [(step, key, value, other) for step, key, value, other in pairs if value != other]
+    different = [(step, key, value, other) for step, key, value, other in pairs if value != other and not key.startswith("draws/")]
     assert not different, different
 
 
