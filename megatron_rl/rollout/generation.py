@@ -22,6 +22,7 @@ from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.messages import RefusedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.rollout.environments.pool import EnvironmentPool, check_environment
+from megatron_rl.rollout.turns import append_tokens
 from megatron_rl.types import Completion, Episode, Problem, SamplingParams
 
 
@@ -155,22 +156,14 @@ class MultiTurnSampler:
         self, dialogue: _Dialogue, text: str, ids: np.ndarray, logprobs: np.ndarray | None = None, versions: np.ndarray | None = None
     ) -> None:
         """Append tokens of the policy, or of the environment if `logprobs` is None. `versions`: None if the newest version sampled all."""
-        completion, count = dialogue.completion, len(ids)
-        completion.output_ids_T = np.concatenate([completion.output_ids_T, ids])
-        completion.logprobs_T = np.concatenate([completion.logprobs_T, np.zeros(count, np.float32) if logprobs is None else logprobs])
+        lags = None
         if dialogue.staleness:
-            lags = dialogue.version - (np.full(count, completion.policy_version) if versions is None else versions)
-            completion.version_lags_T = _extend(completion.version_lags_T, lags.astype(np.uint8))
-        if self._environments is not None:
-            completion.response_mask_T = _extend(completion.response_mask_T, np.full(count, logprobs is not None))
-            completion.dialogue.append(text)
+            version = dialogue.completion.policy_version if versions is None else versions
+            lags = np.full(len(ids), dialogue.version - version, np.uint8)
+        append_tokens(dialogue.completion, ids, logprobs, lags, text if self._environments is not None else None)
 
     def _decode(self, dialogue: _Dialogue, ids: np.ndarray) -> str:
         return decode_completion(self._tokenizer, ids.tolist(), self._markers, dialogue.sampling.stop)
-
-
-def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
-    return more if known is None else np.concatenate([known, more])
 
 
 def start_environments(config: Config, resources: ExitStack) -> EnvironmentPool | None:

@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents, reachable from this machine only: the interfaces of `forms` in front of the engines.
+"""HTTP endpoint for agents, reachable from this machine only: the interfaces of `FORMS` in front of the engines.
 
 A client that leaves before its response is sent leaves its call to a retry for `_RETRY_SECONDS`; then the engine's request is aborted.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,10 +29,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.errors import AbortedError, RunError
-from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, PlannedTurn, Turn
-from megatron_rl.rollout.agents.forms import FORMS, Form, find_form
+from megatron_rl.rollout.agents.chat_forms import ChatForm, TextForm
+from megatron_rl.rollout.agents.episode import CHARACTERS_PER_TOKEN, AgentEpisode, Turn
+from megatron_rl.rollout.agents.forms import Form, encode, read_request
 from megatron_rl.rollout.agents.messages import MODEL, PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import read_request
+from megatron_rl.rollout.agents.messages_form import MessagesForm
+from megatron_rl.rollout.agents.responses_form import ResponsesForm
 from megatron_rl.rollout.engine import Abort
 
 _THREADS_PER_AGENT = 4
@@ -49,7 +51,8 @@ _STOP_SECONDS = 10
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _COMMENT = b": the policy is at work\n\n"
 _MODEL = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron-rl"}
-Answer = Callable[[AgentEpisode, PlannedTurn, Abort], Turn]
+FORMS: tuple[type[Form], ...] = (ChatForm, TextForm, ResponsesForm, MessagesForm)
+Answer = Callable[[AgentEpisode, Turn, Abort], None]
 T = TypeVar("T")
 
 
@@ -116,7 +119,7 @@ class AgentEndpoint:
             raise RefusedError("this key does not belong to a running episode", 401, "invalid_api_key")
         return client
 
-    async def _answer_request(self, form: Form, http: Request) -> ASGIApp:
+    async def _answer_request(self, form: type[Form], http: Request) -> ASGIApp:
         client = self._find_client(http)
         try:
             async with client.receiving(http, self._most_bytes) as body:
@@ -131,35 +134,39 @@ class AgentEndpoint:
         return partial(_deliver, client.episode, call, form)
 
     async def _count_tokens(self, http: Request) -> Response:
-        client, form = self._find_client(http), find_form(http.url.path)
+        client, form = self._find_client(http), _find_form(http.url.path)
         async with client.receiving(http, self._most_bytes) as body:
             run = asyncio.get_running_loop().run_in_executor
             number = await run(self._readers, self._read, client.episode, form, body, client.episode.count_tokens)
-        return form.refuse(number) if isinstance(number, RefusedError) else JSONResponse({"input_tokens": number})
+        return _make_refusal(form, number) if isinstance(number, RefusedError) else JSONResponse({"input_tokens": number})
 
-    def _begin(self, client: _Client, form: Form, body: bytes, name: str, digest: bytes) -> _Call:
-        run, abort = asyncio.get_running_loop().run_in_executor, Abort()
-        planned = run(self._readers, self._read, client.episode, form, body, client.episode.plan)
+    def _begin(self, client: _Client, form: type[Form], body: bytes, name: str, digest: bytes) -> _Call:
+        run, call = asyncio.get_running_loop().run_in_executor, _Call(name, digest, self._readers)
 
-        def sample(turn: PlannedTurn) -> bytes:
-            return form.write(self._answer(client.episode, turn, abort), turn.request)
+        def plan(request: PolicyRequest) -> Turn:
+            return client.episode.plan(request, lambda: call.listeners > 0)
+
+        def sample(turn: Turn) -> bytes:
+            self._answer(client.episode, turn, call.abort)
+            return form.write(turn, turn.request)
 
         async def answer() -> bytes | RefusedError:
-            result: PlannedTurn | bytes | RefusedError = await planned
-            if isinstance(result, PlannedTurn):
-                result = await run(self._threads, self._guard, client.episode, abort, partial(sample, result))
+            result: Turn | bytes | RefusedError = await call.planned
+            if isinstance(result, Turn):
+                result = await run(self._threads, self._guard, client.episode, call.abort, partial(sample, result))
             if isinstance(result, RefusedError):
                 client.calls.remove(call)  # it may be sent again
             return result
 
-        call = _Call(name, digest, abort, planned, asyncio.ensure_future(answer()), self._readers)
+        call.planned = run(self._readers, self._read, client.episode, form, body, plan)
+        call.answer = asyncio.ensure_future(answer())
         client.calls.append(call)
         return call
 
-    def _read(self, episode: AgentEpisode, form: Form, body: bytes, use: Callable[[PolicyRequest], T]) -> T | RefusedError:
+    def _read(self, episode: AgentEpisode, form: type[Form], body: bytes, use: Callable[[PolicyRequest], T]) -> T | RefusedError:
         """Read a request and return what `use` makes of it. Any error while it is read refuses it."""
         try:
-            request = read_request(form.model, episode, body)
+            request = read_request(form, body, episode.find_turn)
         except RefusedError as error:
             return error.copy()
         except Exception as error:
@@ -207,10 +214,10 @@ class _Call:
 
     name: str  # its idempotency key, or ""
     digest: bytes  # of its path and body
-    abort: Abort
-    planned: asyncio.Future[PlannedTurn | RefusedError]
-    answer: asyncio.Future[bytes | RefusedError]
     threads: ThreadPoolExecutor  # in which it is aborted
+    abort: Abort = field(default_factory=Abort)
+    planned: asyncio.Future[Turn | RefusedError] = field(init=False)
+    answer: asyncio.Future[bytes | RefusedError] = field(init=False)
     listeners: int = 0
     received: bool = False
     ending: asyncio.TimerHandle | None = None
@@ -223,16 +230,8 @@ class _Call:
     def leave(self) -> None:
         """Note that a client no longer waits. After the last one, the engine's request is aborted, unless another client comes."""
         self.listeners -= 1
-        if self.planned.done():
-            self._count_waiting(self.planned)
-        else:
-            self.planned.add_done_callback(self._count_waiting)
         if not self.listeners and not self.answer.done():
             self.ending = asyncio.get_running_loop().call_later(_RETRY_SECONDS, self.threads.submit, self.abort.request)
-
-    def _count_waiting(self, planned: asyncio.Future[PlannedTurn | RefusedError]) -> None:
-        if isinstance(result := planned.result(), PlannedTurn):
-            result.call.waiting = bool(self.listeners)
 
 
 class _Client:
@@ -285,21 +284,17 @@ class _Client:
             self._bytes -= len(body)
 
 
-async def _deliver(episode: AgentEpisode, call: _Call, form: Form, scope: Scope, receive: Receive, send: Send) -> None:
+async def _deliver(episode: AgentEpisode, call: _Call, form: type[Form], scope: Scope, receive: Receive, send: Send) -> None:
     """Send the response to one client that waits for a call. The headers of a stream are sent at once, and comments until its events
     follow."""
-    gone = asyncio.ensure_future(_wait_until_gone(receive))
-    either: list[asyncio.Future[Any]] = [call.planned, gone]
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_until_gone(receive))
+    stream = False
     try:
+        either: list[asyncio.Future[Any]] = [call.planned, gone]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            return
-        if isinstance(planned := call.planned.result(), RefusedError):
-            await form.refuse(planned)(scope, receive, send)
-            return
-        either[0] = call.answer
-        if stream := planned.request.stream:
+        if not gone.done() and isinstance(turn := call.planned.result(), Turn) and (stream := turn.request.stream):
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        either[0] = call.answer
         while not (call.answer.done() or gone.done()):
             if stream:
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
@@ -309,15 +304,14 @@ async def _deliver(episode: AgentEpisode, call: _Call, form: Form, scope: Scope,
             return
         result = call.answer.result()
         if isinstance(result, bytes):
-            episode.receive(planned.call)
+            assert isinstance(turn, Turn)
+            episode.receive(turn)
             call.received = True
-            response = Response(result, media_type="application/json")
-        else:
-            response = form.refuse(result)
         if stream:
-            body = result if isinstance(result, bytes) else form.encode([form.describe_error(result)])
+            body = result if isinstance(result, bytes) else encode([form.describe_error(result)])
             await send({"type": "http.response.body", "body": body})
         else:
+            response = Response(result, media_type="application/json") if isinstance(result, bytes) else _make_refusal(form, result)
             await response(scope, receive, send)
     finally:
         gone.cancel()
@@ -344,4 +338,13 @@ async def _refuse(http: Request, error: Exception) -> Response:
         code = "method_not_supported" if error.status_code == 405 else "unknown_url"
         error = RefusedError(f"invalid URL ({http.method} {http.url.path[:200]})", error.status_code, code)
     assert isinstance(error, RefusedError)
-    return find_form(http.url.path).refuse(error)
+    return _make_refusal(_find_form(http.url.path), error)
+
+
+def _make_refusal(form: type[Form], error: RefusedError) -> Response:
+    return JSONResponse(form.describe_error(error), error.status)
+
+
+def _find_form(path: str) -> type[Form]:
+    """Return the form that answers requests to a path, or that of chat completions, whose errors are those of unknown paths."""
+    return next((form for form in FORMS if path == form.path or path.startswith(f"{form.path}/")), ChatForm)

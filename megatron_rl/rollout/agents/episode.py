@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.rollout.agents.chat_format import ChatFormat
-from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, PolicyRequest, RefusedError, ToolCall
+from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, PolicyRequest, RefusedError
 from megatron_rl.rollout.engine import Abort, hash_seed
-from megatron_rl.types import Completion, Generation, KeptTokens, Problem, SamplingParams
+from megatron_rl.rollout.turns import append_tokens
+from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 CHARACTERS_PER_TOKEN = 32
 """Maximum mean number of characters in a token. A longer conversation is refused before it is tokenized, which takes time."""
@@ -36,18 +37,21 @@ _MOST_REFUSALS = 16  # number of requests beyond its limits after which an agent
 
 @dataclass(eq=False)
 class Turn:
-    """One response of the policy, at its place in the tree."""
+    """A request, and once it is sampled, the policy's response, at its place in the tree."""
 
-    number: int  # in its episode
+    number: int  # of the request in its episode
     parent: Turn | None
-    messages: tuple[ConversationMessage, ...]  # the conversation, including the response
-    tools: str
+    request: PolicyRequest  # its messages are those of the parent and what follows, so that memory grows with their number only
     given_ids_T: np.ndarray  # tokens between the parent's response and this one (int32); for the first turn, the whole prompt
-    generation: Generation
-    seed: int | None
+    prompt_ids_T: np.ndarray  # all tokens before the response; empty once it is sampled
+    prompt_tokens: int  # their number
+    sampling: SamplingParams
+    is_awaited: Callable[[], bool]  # whether a client waits for the response
+    answered: int = 0  # when a client last received the response, as its number among the episode's answers; 0 if none has
+    messages: tuple[ConversationMessage, ...] = ()  # the conversation, including the response
+    generation: Generation = field(init=False)
     stop: str = ""  # the stop text that ended the response, or "" if the end token or the limit did
     malformed: bool = False  # whether the policy tried to call a tool incorrectly
-    answered: int = 0  # when a client last received the response, as its number among the episode's answers; 0 if none has
 
     @property
     def path(self) -> list[Turn]:
@@ -68,30 +72,6 @@ class Turn:
         """The conversation of a text completion as one text."""
         return "".join(text for turn in self.path for text in (*(each.content for each in turn.messages[turn.start :]), turn.stop))
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens before the response."""
-        return sum(len(turn.given_ids_T) + len(turn.generation.output_ids_T) for turn in self.path) - len(self.generation.output_ids_T)
-
-
-@dataclass(eq=False)
-class Call:
-    """What has become of a request that was planned."""
-
-    waiting: bool = True  # whether a client still waits for the response
-    turn: Turn | None = None
-
-
-class PlannedTurn(NamedTuple):
-    """A turn to be sampled."""
-
-    call: Call
-    request: PolicyRequest
-    parent: Turn | None
-    given_ids_T: np.ndarray
-    prompt_ids_T: np.ndarray
-    sampling: SamplingParams
-
 
 class AgentEpisode:
     """The turns of one agent. Requests come from several threads and are refused once the episode has ended."""
@@ -109,85 +89,68 @@ class AgentEpisode:
         self.problem, self.sampling, self.version, self.staleness = problem, sampling, version, staleness
         self.abort = abort or Abort()
         self._config, self._format, self._lock = config, format, threading.Lock()
-        self._turns: list[Turn] = []
+        self._requests: list[Turn] = []  # all that were planned
+        self._turns: list[Turn] = []  # those that were sampled
         self._begun: set[Turn | None] = set()  # turns that another turn continues
         self._branches = self._refusals = 0
-        self._calls, self._answers = list[Call](), count(1)
-        self._ended = False
+        self._answers, self._ended = count(1), False
         self.foreign = 0  # number of requests whose history continues no conversation, though it resembles one
         self.notes: list[str] = []  # why the first of them do not
         self.limit = ""  # finish reason of the first limit that refused a request
         self.failure: Exception | None = None  # an error of the run, not of the agent
         self.kill: Callable[[], None] = lambda: None  # kills the agent processes
 
-    def plan(self, request: PolicyRequest) -> PlannedTurn:
-        """Return the turn that answers a request. Raise RefusedError if a limit is reached or the template fails on its messages."""
+    def plan(self, request: PolicyRequest, is_awaited: Callable[[], bool] = lambda: True) -> Turn:
+        """Return the turn that answers a request, to be sampled. Raise RefusedError if a limit is reached or the template fails on its
+        messages."""
         with self._lock:
-            if self._ended:
-                raise RefusedError("this episode has ended", 401, "invalid_api_key")
+            self._check_end()
             self._check_size(request)
             request, parent, given_ids_T, prompt_ids_T = self._encode(request)
             self._note_history(request, parent)
             sampled = sum(len(turn.generation.output_ids_T) for turn in parent.path) if parent else 0
             room = min(self.sampling.max_new_tokens - sampled, self._config.max_tokens - len(prompt_ids_T))
-            if sum(call.waiting or bool(call.turn and call.turn.answered) for call in self._calls) >= self._config.max_calls:
+            if sum(turn.answered > 0 or turn.is_awaited() for turn in self._requests) >= self._config.max_calls:
                 self._refuse("turns", f"agent.max_calls = {self._config.max_calls} responses were given", "max_calls_reached")
             if room < 1:
                 text = f"the conversation of {len(prompt_ids_T)} tokens, {sampled} sampled, leaves no room (agent.max_tokens = "
                 text += f"{self._config.max_tokens}, rollout.max_new_tokens = {self.sampling.max_new_tokens})"
                 self._refuse("length", text, "context_length_exceeded")
-            self._calls.append(call := Call())
-            seed = self._choose_seed(parent)
             stop, most = self.sampling.stop + request.stop, min(room, request.max_tokens or room)
-            sampling = replace(self.sampling, seed=seed, stop=stop, max_new_tokens=most)
-            return PlannedTurn(call, request, parent, given_ids_T, prompt_ids_T, sampling)
+            sampling = replace(self.sampling, seed=self._choose_seed(parent), stop=stop, max_new_tokens=most)
+            number, tokens = len(self._requests), len(prompt_ids_T)
+            turn = Turn(number, parent, request, given_ids_T, prompt_ids_T, tokens, sampling, is_awaited)
+            self._requests.append(turn)
+            return turn
 
     def count_tokens(self, request: PolicyRequest) -> int:
         """Return the number of tokens with which the policy would be asked to answer a request. Raise RefusedError like `plan`."""
         with self._lock:
+            self._check_end()
             self._check_size(request)
             return len(self._encode(request)[3])
 
-    def add(
-        self,
-        planned: PlannedTurn,
-        generation: Generation,
-        content: str,
-        calls: list[tuple[str, str]],
-        malformed: bool,
-        stop: str = "",
-        thought: str = "",
-    ) -> Turn:
-        """Record a response and return its turn. `calls`: names and arguments of tools. `malformed`: whether a call was malformed. `stop`:
-        see `Turn`."""
+    def add(self, turn: Turn, generation: Generation, said: ConversationMessage, malformed: bool = False, stop: str = "") -> None:
+        """Record the response to a request. `said`: with tool calls without ids. `malformed`, `stop`: see `Turn`."""
         with self._lock:
-            if self._ended:
-                raise RefusedError("this episode has ended", 401, "invalid_api_key")
-            number = sum(len(turn.messages[-1].tool_calls) for turn in self._turns)
-            named = tuple(ToolCall(f"call{number + index:05d}", *call) for index, call in enumerate(calls))
-            parent = planned.parent  # the turns of a conversation share its messages, so memory grows with its length only
-            given = planned.request.messages if parent is None else parent.messages + planned.request.messages[len(parent.messages) :]
-            messages = (*given, ConversationMessage("assistant", content, named, thought=thought))
-            seed, tools = planned.sampling.seed, planned.request.tools
-            planned.call.turn = turn = Turn(
-                len(self._turns), parent, messages, tools, planned.given_ids_T, generation, seed, stop, malformed
-            )
+            self._check_end()
+            number = sum(len(other.messages[-1].tool_calls) for other in self._turns)
+            calls = tuple(replace(call, id=f"call{number + index:05d}") for index, call in enumerate(said.tool_calls))
+            turn.generation, turn.malformed, turn.stop, turn.prompt_ids_T = generation, malformed, stop, turn.given_ids_T[:0]
+            turn.messages = (*turn.request.messages, replace(said, tool_calls=calls))
             self._turns.append(turn)
-            return turn
 
-    def receive(self, call: Call) -> None:
-        """Record that a client is given the response of a call."""
-        assert call.turn is not None
-        call.turn.answered, call.waiting = next(self._answers), False
+    def receive(self, turn: Turn) -> None:
+        """Record that a client is given the response."""
+        turn.answered = next(self._answers)
 
     def find_turn(self, response: str) -> Turn:
         """Return the turn of a response's id, `resp_N`. Raise RefusedError if it does not exist."""
-        name = response.removeprefix("resp_")
-        number = int(name) if name.isdecimal() and len(name) < 10 else -1
         with self._lock:
-            if not 0 <= number < len(self._turns) or self._turns[number].messages[0].role == TEXT:
-                raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
-            return self._turns[number]
+            for turn in self._turns:
+                if response == f"resp_{turn.number}" and turn.messages[0].role != TEXT:
+                    return turn
+        raise RefusedError("previous_response_id: is not a response of this episode", 404, "previous_response_not_found")
 
     def fail(self, error: Exception) -> None:
         """Record an error of the run, and kill the agent."""
@@ -210,7 +173,7 @@ class AgentEpisode:
         conversations = [self._build(leaf.path, trained) for leaf in leaves] or [self._build([], trained)]
         completion = conversations[0]
         completion.branches = conversations[1:]
-        completion.calls, completion.dropped_calls = len(turns), len(self._calls) - len(turns)
+        completion.calls, completion.dropped_calls = len(turns), len(self._requests) - len(turns)
         completion.tool_errors = sum(turn.malformed for turn in turns)
         completion.prompt_tokens = sum(turn.prompt_tokens for turn in turns)
         completion.cached_tokens = sum(turn.generation.cached_tokens for turn in turns)
@@ -233,6 +196,7 @@ class AgentEpisode:
             return request, None, given_ids_T, given_ids_T
         rest, calls = request.messages[len(parent.messages) :], parent.messages[-1].tool_calls
         given_ids_T = self._format.encode_rest(rest, request.tools, parent.generation.output_ids_T, calls)
+        request = replace(request, messages=parent.messages + rest)
         earlier = [part for turn in parent.path for part in (turn.given_ids_T, turn.generation.output_ids_T)]
         return request, parent, given_ids_T, np.concatenate([*earlier, given_ids_T])
 
@@ -253,7 +217,7 @@ class AgentEpisode:
         of the very same texts comes first, then one that a client has received, then the earliest."""
         fitting = dict[Turn | None, bool]({None: True})  # with whether the texts are the same
         for turn in self._turns:  # parents come before their children
-            if turn.parent in fitting and turn.tools == request.tools and self._is_continued(turn, request):
+            if turn.parent in fitting and turn.request.tools == request.tools and self._is_continued(turn, request):
                 part = slice(turn.start, len(turn.messages))
                 fitting[turn] = fitting[turn.parent] and request.messages[part] == turn.messages[part]
         del fitting[None]
@@ -266,7 +230,7 @@ class AgentEpisode:
         given, known = request.messages[turn.start : end], turn.messages[turn.start : end]
         if len(request.messages) <= end + 1 or _find_difference(request.messages[turn.start :], turn.messages[turn.start :])[1]:
             return False
-        return given == known or self._format.writes_same(given, known, turn.tools, turn.parent is None)
+        return given == known or self._format.writes_same(given, known, turn.request.tools, turn.parent is None)
 
     def _note_history(self, request: PolicyRequest, parent: Turn | None) -> None:
         """Count a request that repeats responses of the policy but does not continue them, and note why."""
@@ -282,9 +246,8 @@ class AgentEpisode:
         number, difference = _find_difference(request.messages, closest.messages)
         said = [turn.messages[-1] for turn in self._turns]
         if number == len(closest.messages):
-            note = (
-                "the tools differ" if closest.tools != request.tools else "the chat template writes the names, ids, or blanks that differ"
-            )
+            same = closest.request.tools == request.tools
+            note = "the chat template writes the names, ids, or blanks that differ" if same else "the tools differ"
         elif any(message.role == "assistant" for message in request.messages[number:]) and (
             number or any(not message.differs_from(each) for message in request.messages for each in said)
         ):
@@ -299,11 +262,15 @@ class AgentEpisode:
         """Return the seed of the turn's conversation, or a new one for a new branch. The first conversation has the episode's seed."""
         if parent is not None and parent not in self._begun:
             self._begun.add(parent)
-            return parent.seed
+            return parent.sampling.seed
         number, self._branches = self._branches, self._branches + 1
         if number == 0 or self.sampling.seed is None:
             return self.sampling.seed
         return hash_seed(self.sampling.seed, number)
+
+    def _check_end(self) -> None:
+        if self._ended:
+            raise RefusedError("this episode has ended", 401, "invalid_api_key")
 
     def _check_size(self, request: PolicyRequest) -> None:
         if request.size > (most := CHARACTERS_PER_TOKEN * self._config.max_tokens):
@@ -317,52 +284,34 @@ class AgentEpisode:
             self.kill()
         raise RefusedError(text, 400, code)
 
-    def _mark_thought(self, turn: Turn) -> str:
-        said = turn.messages[-1]
-        return self._format.mark_thought(said.thought, said.content, turn.given_ids_T, turn.generation.output_ids_T)
-
     def _build(self, path: list[Turn], trained: set[Turn]) -> Completion:
         """Return a conversation as a completion. Turns in `trained` are only read; the conversation's turns are added to `trained`."""
-        ids, logprobs, mask, lags = ([np.empty(0, dtype)] for dtype in (np.int32, np.float32, bool, np.uint8))
-        seeds, dialogue, routed, kept = list[int](), list[str](), cast(np.ndarray | None, None), cast(KeptTokens | None, None)
+        empty_T, prompt_ids_T = np.empty(0, np.int32), path[0].given_ids_T if path else np.empty(0, np.int32)
+        completion = Completion(self.problem, prompt_ids_T, empty_T, np.empty(0, np.float32), "", self.version, "")
+        completion.response_mask_T = np.empty(0, bool)
 
-        def append(values_T: np.ndarray, logprobs_T: np.ndarray | None, versions_T: np.ndarray | None) -> None:
-            count = len(values_T)
-            ids.append(values_T)
-            logprobs.append(np.zeros(count, np.float32) if logprobs_T is None else logprobs_T)
-            mask.append(np.full(count, logprobs_T is not None))
-            lags.append((np.zeros(count) if versions_T is None else self.version - versions_T).astype(np.uint8))
-            dialogue.append(self._format.decode(values_T))
+        def append(ids_T: np.ndarray, logprobs_T: np.ndarray | None, versions_T: np.ndarray | int) -> None:
+            lags_T = np.full(len(ids_T), self.version - versions_T, np.uint8) if self.staleness else None
+            append_tokens(completion, ids_T, logprobs_T, lags_T, self._format.decode(ids_T))
 
-        for number, turn in enumerate(path):
-            generation, is_new = turn.generation, turn not in trained
-            if number:
-                append(turn.given_ids_T, None, None)
-            count = len(generation.output_ids_T)
-            versions_T = np.full(count, generation.policy_version) if generation.versions_T is None else generation.versions_T
-            append(generation.output_ids_T, generation.logprobs_T if is_new else None, versions_T if is_new else None)
-            seeds += [count, UNKNOWN if generation.seed is None else generation.seed] if is_new else []
-            routed = extend_routing_record(routed, generation.routed_experts_T)
-            kept = extend_kept_tokens(kept, generation.kept_tokens) if is_new else kept
-        shared = sum(len(turn.generation.output_ids_T) for turn in path if turn in trained)
+        for turn in path:
+            generation, ids_T, is_new = turn.generation, turn.generation.output_ids_T, turn not in trained
+            if turn.parent:
+                append(turn.given_ids_T, None, self.version)
+            versions_T = generation.policy_version if generation.versions_T is None else generation.versions_T
+            append(ids_T, generation.logprobs_T if is_new else None, versions_T if is_new else self.version)
+            completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
+            if is_new:
+                completion.seeds += [len(ids_T), UNKNOWN if generation.seed is None else generation.seed]
+                completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
+            else:
+                completion.shared_count += len(ids_T)
+            completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
+        if path:
+            said, last = path[-1].messages[-1], path[-1]
+            completion.text = self._format.mark_thought(said.thought, said.content, last.given_ids_T, last.generation.output_ids_T)
         trained.update(path)
-        last = path[-1] if path else None
-        return Completion(
-            self.problem,
-            path[0].given_ids_T if path else np.empty(0, np.int32),
-            np.concatenate(ids, dtype=np.int32),
-            np.concatenate(logprobs),
-            last.generation.finish_reason if last else "",
-            last.generation.policy_version if last else self.version,
-            self._mark_thought(last) if last else "",
-            response_mask_T=np.concatenate(mask),
-            dialogue=dialogue,
-            routed_experts_T=routed,
-            kept_tokens=kept,
-            seeds=seeds,
-            version_lags_T=np.concatenate(lags) if last and self.staleness else None,
-            shared_count=shared,
-        )
+        return completion
 
 
 def _find_difference(messages: Sequence[ConversationMessage], others: Sequence[ConversationMessage]) -> tuple[int, str]:

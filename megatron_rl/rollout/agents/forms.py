@@ -1,110 +1,199 @@
-"""The interfaces of the endpoint: how each reads its requests into `PolicyRequest`, and how it writes the turn that answers one. Responses
-come in one piece, also in a stream."""
+"""The forms of the endpoint's interfaces: pydantic models that read requests into `PolicyRequest` and write the turns that answer them.
+Each interface is a subclass in `chat_forms`, `responses_form`, or `messages_form`.
+
+Whatever an agent sends is read or refused with RefusedError. `from_json` accepts neither nesting of more than 200 levels, nor lone
+surrogates, NaN, or integers of more than 4300 digits. How large a body may be is up to the endpoint.
+"""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from starlette.responses import JSONResponse, Response
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import from_json
 
-from megatron_rl.rollout.agents import messages_form, responses_form
-from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.messages import PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import ChatRequest, Request, TextRequest
+from megatron_rl.rollout.agents.messages import MODEL, ConversationMessage, Name, PolicyRequest, RefusedError
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.agents.episode import Turn
 
 Object = dict[str, Any]
+FindTurn = Callable[[str], "Turn"]
+_OFF = (None, False, 0, "", "none", "auto", "default", "text")
+_DEFAULTS = {
+    **{"n": 1, "best_of": 1, "repetition_penalty": 1, "length_penalty": 1, "skip_special_tokens": True, "verbosity": "medium"},
+    **{"logprobs": False, "logit_bias": {}},
+}
+"""The values of options that ask for nothing, where this is not any value of `_OFF`."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_LABELS = ("type", "cache_control", "eager_input_streaming")
+_TEMPLATE = ("chat_template", "enable_", "thinking", "reasoning", "add_special_tokens")
+"""Beginnings of the names of options whose defaults depend on the model."""
+
+_reading = threading.Lock()
+"""Held while a body is read, so that at most one parsed body, which may be 20 times as large as its text, is in memory."""
 
 
-class Form(NamedTuple):
-    """One interface."""
-
-    path: str
-    model: type[Request]
-    describe: Callable[[Turn, PolicyRequest], Object]
-    stream: Callable[[Turn, PolicyRequest], list[Object]]
-    describe_error: Callable[[RefusedError], Object]
-    has_types: bool  # whether events have a `type`, which names them; else `[DONE]` is the last
-
-    def refuse(self, error: RefusedError) -> Response:
-        return JSONResponse(self.describe_error(error), error.status)
-
-    def write(self, turn: Turn, request: PolicyRequest) -> bytes:
-        return self.encode(self.stream(turn, request)) if request.stream else json.dumps(self.describe(turn, request)).encode()
-
-    def encode(self, events: list[Object]) -> bytes:
-        """Return the text of a stream's events."""
-        names = [f"event: {event['type']}\n" if self.has_types else "" for event in events]
-        lines = [f"{name}data: {json.dumps(event)}\n\n" for name, event in zip(names, events, strict=True)]
-        return "".join([*lines, *([] if self.has_types else ["data: [DONE]\n\n"])]).encode()
+def _read_role(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if (role := value.get("role")) not in _ROLES:
+        raise ValueError(f"role must be one of {', '.join(_ROLES)}")
+    return {**value, "role": "system"} if role == "developer" else value
 
 
-def _describe_chat(turn: Turn, request: PolicyRequest) -> Object:
-    said = turn.messages[-1]
-    message: Object = {"role": "assistant", "content": said.content or (None if said.tool_calls else "")}
-    message |= {"reasoning_content": said.thought} if said.thought else {}
-    message |= {"tool_calls": [call.to_openai() for call in said.tool_calls]} if said.tool_calls else {}
-    return _describe("chatcmpl", "chat.completion", turn, request, {"message": message})
+Item = TypeVar("Item")
+Few = Annotated[tuple[Item, ...], Field(strict=False, max_length=1024, fail_fast=True)]
+Messages = Annotated[
+    tuple[Annotated[ConversationMessage, BeforeValidator(_read_role)], ...], Field(strict=False, max_length=10_000, fail_fast=True)
+]
+Count = Annotated[int, Field(ge=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[
+    tuple[_Stop, ...], Field(strict=False, max_length=16), BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 
-def _stream_chat(turn: Turn, request: PolicyRequest) -> list[Object]:
-    delta = _describe_chat(turn, request)["choices"][0]["message"]
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    return _stream("chatcmpl", "chat.completion.chunk", turn, request, [{"delta": delta}, {"delta": {}}])
+class Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
-def _describe_text(turn: Turn, request: PolicyRequest) -> Object:
-    return _describe("cmpl", "text_completion", turn, request, {"text": turn.messages[-1].content})
+class Function(Model):
+    """A function that the policy may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[Name, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = Field(None, validation_alias=AliasChoices("parameters", "input_schema"))
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Function:
+        _check_neutral({name: value for name, value in (self.model_extra or {}).items() if name not in _TOOL_LABELS})
+        json.loads(json.dumps(self.parameters), parse_int=_check_number, parse_constant=_check_number)
+        return self
+
+    def describe(self) -> Object:
+        values = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in values.items() if value is not None}}
 
 
-def _stream_text(turn: Turn, request: PolicyRequest) -> list[Object]:
-    return _stream("cmpl", "text_completion", turn, request, [{"text": turn.messages[-1].content}, {"text": ""}])
+class Form(Model):
+    """An interface. Its fields are the options that it honors; their aliases are the names in its requests. Options that it does not list
+    are refused, unless their value asks for nothing."""
+
+    path: ClassVar[str]
+    decided: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "min_p", "seed")
+    """Options whose values the run decides, because the policy is trained on what it samples from."""
+    labels: ClassVar[tuple[str, ...]] = ()
+    """Options about the handling of a request, which do not change its response, whatever their values."""
+
+    model: Name = MODEL
+    messages: Messages
+    max_tokens: Count | None = None
+    stop: Stops = ()
+    stream: bool = False
+
+    @property
+    def functions(self) -> Sequence[Function]:
+        """The functions that the policy may call."""
+        return ()
+
+    @classmethod
+    def list_honored(cls) -> set[str]:
+        """Return the names of the options that are honored."""
+        aliases = {name: field.validation_alias or name for name, field in cls.model_fields.items()}
+        return {str(name) for each in aliases.values() for name in (each.choices if isinstance(each, AliasChoices) else (each,))}
+
+    def begin(self, find_turn: FindTurn) -> Sequence[ConversationMessage]:
+        """Return the messages before those of the request."""
+        return ()
+
+    def convert(self, find_turn: FindTurn) -> PolicyRequest:
+        """Return what is asked, or raise RefusedError."""
+        messages = (*self.begin(find_turn), *self.messages)
+        if not messages or messages[-1].role == "assistant":
+            raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
+        tools = json.dumps([function.describe() for function in self.functions])
+        strict = tuple(function.name for function in self.functions if function.strict)
+        return PolicyRequest(
+            messages, tools, self.max_tokens, self.stop, bool(self.functions), strict=strict, model=self.model, stream=self.stream
+        )
+
+    @classmethod
+    def describe(cls, turn: Turn, request: PolicyRequest) -> Object:
+        """Return a response."""
+        raise NotImplementedError
+
+    @classmethod
+    def list_events(cls, turn: Turn, request: PolicyRequest) -> list[Object]:
+        """Return a response as the events of a stream."""
+        raise NotImplementedError
+
+    @classmethod
+    def describe_error(cls, error: RefusedError) -> Object:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    @classmethod
+    def write(cls, turn: Turn, request: PolicyRequest) -> bytes:
+        return encode(cls.list_events(turn, request)) if request.stream else json.dumps(cls.describe(turn, request)).encode()
 
 
-def _describe(name: str, kind: str, turn: Turn, request: PolicyRequest, part: Object) -> Object:
-    """Return a response of OpenAI's completions with one choice, and its end as SGLang describes it: the stop text or the end token."""
-    before, sampled = turn.prompt_tokens, turn.generation.output_ids_T
-    token = int(sampled[-1]) if len(sampled) and turn.generation.finish_reason == "stop" else None
-    finish = "tool_calls" if turn.messages[-1].tool_calls else turn.generation.finish_reason
-    usage = {"prompt_tokens": before, "completion_tokens": len(sampled), "total_tokens": before + len(sampled)}
-    choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish, "matched_stop": turn.stop or token}
-    start = {"id": f"{name}-{turn.number}", "object": kind, "created": int(time.time()), "model": request.model}
-    return {**start, "choices": [choice], "usage": usage}
+def encode(events: Sequence[Object]) -> bytes:
+    """Return the text of a stream's events. Their type names them; if they have none, `[DONE]` is the last."""
+    lines = [f"event: {event['type']}\ndata: {json.dumps(event)}" if "type" in event else f"data: {json.dumps(event)}" for event in events]
+    return "".join(f"{line}\n\n" for line in (*lines, *([] if "type" in events[-1] else ["data: [DONE]"]))).encode()
 
 
-def _stream(name: str, kind: str, turn: Turn, request: PolicyRequest, parts: list[Object]) -> list[Object]:
-    """Return the chunks of a response, whose last part has its end."""
-    chunks = [_describe(name, kind, turn, request, part) for part in parts]
-    for chunk in chunks[:-1]:
-        chunk["choices"][0] |= {"finish_reason": None, "matched_stop": None}
-    if request.include_usage:
-        return [*({**chunk, "usage": None} for chunk in chunks), {**chunks[-1], "choices": []}]
-    return [{name: value for name, value in chunk.items() if name != "usage"} for chunk in chunks]
+def read_request(form: type[Form], body: bytes, find_turn: FindTurn) -> PolicyRequest:
+    """Read a body. Raise RefusedError if it is malformed, or for options that would change responses. `find_turn` returns the turn of a
+    response's id."""
+    with _reading:
+        try:
+            values = from_json(body, allow_inf_nan=False, cache_strings="none")
+        except ValueError as error:
+            raise RefusedError(f"the body is not JSON in UTF-8 ({error})", code="invalid_value") from None
+        if not isinstance(values, dict):
+            raise RefusedError("the body must be a JSON object", code="invalid_value")
+        values = {name: value for name, value in values.items() if value is not None}
+        known = form.list_honored().union(form.decided, form.labels)
+        _check_neutral({name: value for name, value in values.items() if name not in known})
+        try:
+            asked, choice = form.model_validate(values).convert(find_turn), values.get("tool_choice")
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            rule = first["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+            rule = "must be an object" if first["type"] in ("model_type", "dataclass_type") else rule
+            raise RefusedError(f"{'.'.join(map(str, first['loc']))}: {rule}", code="invalid_value") from None
+        calls_tools = asked.calls_tools and (choice.get("type") if isinstance(choice, dict) else choice) != "none"
+        return replace(asked, calls_tools=calls_tools, overridden=tuple(name for name in form.decided if name in values))
 
 
-def _describe_error(error: RefusedError) -> Object:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+def _check_neutral(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not _is_neutral(name, value):
+            raise RefusedError(f"{name[:100]}: {json.dumps(value)[:100]} is not supported here; leave it out")
 
 
-def _describe_response_error(error: RefusedError) -> Object:
-    """Return an error that is also the last event of a stream."""
-    parts = _describe_error(error)["error"]
-    return {"type": "error", "sequence_number": 0, **{name: parts[name] for name in ("code", "message", "param")}, "error": parts}
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an option asks for nothing with this value: it is off, empty, or its default, like everything in it."""
+    if name in _DEFAULTS:
+        return value is None or (value == _DEFAULTS[name] and isinstance(value, bool) == isinstance(_DEFAULTS[name], bool))
+    if name.startswith(_TEMPLATE):
+        return value in (None, {}, [])
+    if isinstance(value, dict):
+        return bool(value) and all(_is_neutral(key, item) for key, item in value.items())
+    return all(_is_neutral("", item) for item in value) if isinstance(value, list) else value in _OFF
 
 
-_CHAT = Form("/v1/chat/completions", ChatRequest, _describe_chat, _stream_chat, _describe_error, False)
-FORMS = (
-    _CHAT,
-    Form("/v1/completions", TextRequest, _describe_text, _stream_text, _describe_error, False),
-    Form("/v1/responses", responses_form.ResponseRequest, responses_form.describe, responses_form.stream, _describe_response_error, True),
-    Form("/v1/messages", messages_form.MessagesRequest, messages_form.describe, messages_form.stream, messages_form.describe_error, True),
-)
-
-
-def find_form(path: str) -> Form:
-    """Return the form that answers requests to a path, or that of chat completions, whose errors are those of unknown paths."""
-    return next((form for form in FORMS if path == form.path or path.startswith(f"{form.path}/")), _CHAT)
+def _check_number(text: str) -> None:
+    """Raise ValueError for an integer in a schema that does not fit 64 bits, or for infinity: engines cannot read them."""
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise ValueError("numbers must be finite, and integers must have at most 18 digits")

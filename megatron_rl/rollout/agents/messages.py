@@ -1,11 +1,15 @@
 """Messages and requests of agents in one form for all interfaces, and their comparison by meaning. No torch, no HTTP."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
+from pydantic import AliasPath, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as model
 from pydantic_core import from_json
 from referencing import Registry
 
@@ -23,16 +27,34 @@ class RefusedError(Exception):
         self.status, self.code = status, code
         super().__init__(message)
 
-    def copy(self) -> "RefusedError":
+    def copy(self) -> RefusedError:
         """Return the error without its traceback, which keeps what the frames hold in memory."""
         return RefusedError(str(self), self.status, self.code)
 
 
-@dataclass(frozen=True)
+def join_texts(content: Any) -> Any:
+    """Return the text of a message's content, which may be a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise ValueError("only text is supported")
+    return "".join(texts)
+
+
+Name = Annotated[str, Field(max_length=1024)]
+Text = Annotated[str, BeforeValidator(join_texts)]
+_Label = Annotated[Name, BeforeValidator(lambda value: "" if value is None else value)]
+
+
+@model(frozen=True, config=ConfigDict(validate_by_name=True))
 class ToolCall:
-    id: str
-    name: str
-    arguments: str  # JSON as the policy wrote it
+    """A call of a tool, which a request writes as chat completions do."""
+
+    id: Name
+    name: Name = Field(validation_alias=AliasPath("function", "name"))
+    arguments: str = Field(validation_alias=AliasPath("function", "arguments"))  # JSON as the policy wrote it
 
     def to_openai(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
@@ -48,14 +70,21 @@ class ToolCall:
         return self.name, json.dumps(_normalize(parse_arguments(self.arguments.strip() or "{}")), sort_keys=True)
 
 
-@dataclass(frozen=True)
+_Calls = Annotated[
+    tuple[ToolCall, ...], Field(max_length=1024, fail_fast=True), BeforeValidator(lambda value: () if value is None else value)
+]
+
+
+@model(frozen=True, config=ConfigDict(validate_by_name=True))
 class ConversationMessage:
+    """A message, which a request writes as chat completions do. Other fields of it are ignored."""
+
     role: str
-    content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-    thought: str = ""  # has no meaning in a history, because the tokens of a response are kept
+    content: Text = ""
+    tool_calls: _Calls = ()
+    tool_call_id: _Label = ""
+    name: _Label = ""
+    thought: Text = Field(default="", validation_alias="reasoning_content")  # has no meaning in a history, which keeps tokens
 
     def to_template(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": self.role, "content": self.content}
@@ -70,7 +99,7 @@ class ConversationMessage:
         calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
         return len(self.content) + len(self.name) + len(self.tool_call_id) + len(self.thought) + calls
 
-    def differs_from(self, other: "ConversationMessage") -> str:
+    def differs_from(self, other: ConversationMessage) -> str:
         """Return in what the meaning of two messages differs, or "". Blanks around the text, names of speakers, ids, and
         thoughts have none."""
         if self == other:
@@ -88,7 +117,7 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class PolicyRequest:
-    """A request for the policy's next message."""
+    """A request for the policy's next message, of any interface."""
 
     messages: tuple[ConversationMessage, ...]
     tools: str = "[]"  # JSON as in chat completions; tools are equal if their texts are

@@ -9,14 +9,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.agents.chat_format import ChatFormat
 from megatron_rl.rollout.agents.endpoint import AgentEndpoint
-from megatron_rl.rollout.agents.episode import AgentEpisode, PlannedTurn, Turn
-from megatron_rl.rollout.agents.messages import TEXT, fits_schema
+from megatron_rl.rollout.agents.episode import AgentEpisode, Turn
+from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, ToolCall, fits_schema
 from megatron_rl.rollout.agents.process import SERVER_ENDED, AgentProcess, AgentResult, AgentServer, ServerEndedError
 from megatron_rl.rollout.engine import Abort, Engine, check_versions, cut_at_stop
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
@@ -120,9 +122,9 @@ class AgentSampler:
         what = self._config.name or " ".join(self._config.command or ())
         raise RunError(f"no agent {what} can be started: the process that agents are forked from ends immediately; its error is above")
 
-    def _answer(self, episode: AgentEpisode, planned: PlannedTurn, abort: Abort) -> Turn:
-        """Sample a planned turn. Called by the endpoint's threads."""
-        request = planned.request
+    def _answer(self, episode: AgentEpisode, turn: Turn, abort: Abort) -> None:
+        """Sample the response to a request. Called by the endpoint's threads."""
+        request = turn.request
         for name in request.overridden:
             self._warn_once(f"agents set {name}; the run's own value is used instead")
         if request.calls_tools and not self._config.tool_parser:
@@ -132,45 +134,45 @@ class AgentSampler:
             self._warn_once(text + "see agent/foreign_histories, and history_notes in samples.jsonl", "history")
         hang_watchdog.enter_phase("generate")
         with episode.abort.calling(abort.request):
-            (generation,) = self._engine.generate([planned.prompt_ids_T], [planned.sampling], abort)
+            (generation,) = self._engine.generate([turn.prompt_ids_T], [turn.sampling], abort)
         check_versions(generation, episode.version, episode.staleness)
-        stops = planned.sampling.stop
+        stops = turn.sampling.stop
         text = generation.text if generation.text is not None else self._format.decode(generation.output_ids_T, stops)
         text, stop = cut_at_stop(text, stops)
-        thought, content, calls, malformed = self._read(planned, generation, text.removesuffix(stop))
-        return episode.add(planned, generation, content, calls, malformed, stop, thought)
+        said, malformed = self._read(turn, generation, text.removesuffix(stop))
+        episode.add(turn, generation, said, malformed, stop)
 
-    def _read(self, planned: PlannedTurn, generation: Generation, text: str) -> tuple[str, str, list[tuple[str, str]], bool]:
-        """Return the thought of a response, the rest of its text without tool calls, the calls, and whether it tried to call a tool
-        incorrectly. `text`: the response before the stop text that ended it."""
-        request, thought, whole = planned.request, "", text
+    def _read(self, turn: Turn, generation: Generation, text: str) -> tuple[ConversationMessage, bool]:
+        """Return a response as a message, and whether it tried to call a tool incorrectly. `text`: the response before the stop text that
+        ended it."""
+        request, thought, whole = turn.request, "", text
         reads_calls = request.calls_tools and bool(self._config.tool_parser)
         if reads_calls:
             ids_T, _ = self._format.split_end(generation.output_ids_T)
-            whole, stop = cut_at_stop(self._format.decode_all(ids_T), planned.sampling.stop)
+            whole, stop = cut_at_stop(self._format.decode_all(ids_T), turn.sampling.stop)
             whole = whole.removesuffix(stop)
         if self._config.reasoning_parser and request.messages[0].role != TEXT:
-            opened = self._format.opened_thought(planned.given_ids_T)
+            opened = self._format.opened_thought(turn.given_ids_T)
             parsed = self._engine.separate_thought(opened + whole, self._config.reasoning_parser)
             if parsed is not None and parsed[0]:
                 thought, text = parsed
                 whole = text
+        said = ConversationMessage("assistant", text, thought=thought)
         if not reads_calls:
-            return thought, text, [], False
+            return said, False
         found = self._engine.parse_tool_calls(whole, request.tools, self._config.tool_parser)
-        if found is None or any(_is_torn(part) for part in (found.text, *(part for call in found.calls for part in call))):
-            return thought, text, [], True
-        calls = found.calls if request.parallel_calls else found.calls[:1]
-        if not all(name not in request.strict or fits_schema(request.tools, name, arguments) for name, arguments in calls):
-            return thought, text, [], True
-        return (thought, found.text, calls, False) if calls else (thought, text, [], found.text != whole)
+        calls = found.calls[: None if request.parallel_calls else 1] if found else []
+        if not calls:
+            return said, found is None or found.text != whole
+        try:  # a policy may write lone surrogates as JSON escapes, which no text can hold, or a name of any length
+            assert found is not None
+            called = ConversationMessage("assistant", found.text, tuple(ToolCall("", *call) for call in calls), thought=thought)
+        except ValidationError:
+            return said, True
+        fits = all(name not in request.strict or fits_schema(request.tools, name, arguments) for name, arguments in calls)
+        return (called, False) if fits else (said, True)
 
     def _warn_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._warned:
             self._warned.add(kind or text)
             _log.warning("%s", text)
-
-
-def _is_torn(text: str) -> bool:
-    """Return whether a text has lone surrogates, which a policy can write as JSON escapes and which no UTF-8 text can hold."""
-    return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -236,7 +236,7 @@ def test_sampling_options_are_overridden_and_options_that_would_change_answers_a
             desk.say(USER, **options)
     for messages, rule in (
         ([], "must not end with"),
-        ([{"role": "critic", "content": ""}], "messages.0.role: Input should be 'system'"),
+        ([{"role": "critic", "content": ""}], "messages.0: role must be one of system"),
         ([USER, {"role": "assistant"}], "must not end"),
     ):
         with pytest.raises(openai.BadRequestError, match=rule):

@@ -10,9 +10,10 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.thinking import Response
 from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.chat_forms import ChatForm
 from megatron_rl.rollout.agents.episode import AgentEpisode
+from megatron_rl.rollout.agents.forms import read_request
 from megatron_rl.rollout.agents.messages import ConversationMessage, PolicyRequest, RefusedError
-from megatron_rl.rollout.agents.requests import ChatRequest, read_request
 from megatron_rl.rollout.groups import RolloutBatch, assign_rewards
 from megatron_rl.rollout.metrics import compute_rollout_metrics
 from megatron_rl.training.samples import list_owners, to_training_samples
@@ -34,14 +35,14 @@ class Conversation:
         names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
         letters = roles or "ua" * len(contents)
         messages = [{"role": names[role], "content": content} for role, content in zip(letters, contents, strict=False)]
-        return self.send(read_request(ChatRequest, self.episode, json.dumps({"messages": messages, **options}).encode()))
+        return self.send(read_request(ChatForm, json.dumps({"messages": messages, **options}).encode(), self.episode.find_turn))
 
     def send(self, request: PolicyRequest) -> str:
-        planned = self.episode.plan(request)
-        (generation,) = self.policy.generate([planned.prompt_ids_T], [planned.sampling])
+        turn = self.episode.plan(request)
+        (generation,) = self.policy.generate([turn.prompt_ids_T], [turn.sampling])
         text = ChatTokenizer().decode(generation.output_ids_T.tolist(), skip_special_tokens=True)
-        turn = self.episode.add(planned, generation, text, [], False)
-        self.episode.receive(planned.call)
+        self.episode.add(turn, generation, ConversationMessage("assistant", text))
+        self.episode.receive(turn)
         return turn.messages[-1].content
 
 

@@ -15,8 +15,8 @@ from support.agents import PROBLEM, ChatTokenizer, Policy, config
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.rollout.agents.chat_format import ChatFormat
+from megatron_rl.rollout.agents.endpoint import FORMS
 from megatron_rl.rollout.agents.episode import AgentEpisode
-from megatron_rl.rollout.agents.forms import FORMS
 from megatron_rl.rollout.agents.messages import fits_schema
 from megatron_rl.rollout.agents.sampler import AgentSampler
 from megatron_rl.types import SamplingParams
@@ -53,7 +53,7 @@ def test_every_option_of_the_clients_has_a_row(path):
     assert set(typing.get_type_hints(load_schemas()[path])) <= set().union(*read_tables()[path])
 
 
-MODELS = {form.path.removeprefix("/v1"): form.model for form in FORMS}
+MODELS = {form.path.removeprefix("/v1"): form for form in FORMS}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -63,13 +63,13 @@ def test_the_tables_are_what_the_code_does(path, desk):
     others = set().union(*(row for table in tables.values() for row in table)) - set().union(*tables[path])  # of the other interfaces
     model = MODELS[path]
     assert (run, labels) == (set(model.decided), set(model.labels))
-    assert honored - set(model.model_fields) <= {"tool_choice"} and not (run | labels | refused) & honored
+    assert honored - {"tool_choice"} == model.list_honored() - {*model.decided, "tool_choice"} and not (run | labels | refused) & honored
     for name in refused | others | {"unknown"}:
         status, answer = desk.post(path, {**BODIES[path], name: {"a": 1}})
         assert status == 400 and f"{name}: " in json.dumps(answer), name
     for name in refused:
         assert desk.post(path, {**BODIES[path], name: None})[0] == 200, name
-    for name in labels | (run - set(model.model_fields)):
+    for name in labels | (run - model.list_honored()):
         assert desk.post(path, {**BODIES[path], name: {"a": 1}})[0] == 200, name
 
 
