@@ -1,22 +1,85 @@
-r"""Finds the answer that a text states. docs/guides/rewards.md documents the order of precedence.
+r"""Finds the answer that a text states, in some languages. docs/guides/rewards.md documents the order of precedence.
 
-Explicit statements are `\boxed{}`, `<answer>`, `#### ` and sentences such as "The answer is 42." or "答案是 42". The one that begins last
-counts, and a correction after it replaces it ("... No, it is 43."). An explicit statement that cannot be read is an answer that cannot be
-read: nothing else in the text is used instead. Only a text without an explicit statement is read by its last sentence or formula.
+An explicit statement, such as `\boxed{}`, that cannot be read is an answer that cannot be read: nothing else in the text is used instead.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_rl.rewards.numbers import NUMBER
-from megatron_rl.rewards.spellings import normalize, translate
+_MARKS: dict[str, str | int | None] = dict(zip("−‐\u2011’٫٬٪\u200e\u200f\u061c", [*"---'.,%", "", "", ""], strict=True))
+_MARKS |= {wide: f"{narrow} " for wide, narrow in zip("。！；、，،", ".!;,,,", strict=True)}
+_MARKS |= {"∞": r"\infty ", "∪": r"\cup ", "π": r"\pi ", "≡": r"\equiv ", "∅": r"\emptyset "}
+_FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_TEXT = r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|sf|it)|mbox|ce|operatorname)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
 
+
+def _to_fraction(match: re.Match[str]) -> str:
+    """Return a decimal whose last digits repeat without end as a fraction."""
+    top = int(match[1] + match[2] + match[3]) - int("0" + match[1] + match[2])
+    return rf"\frac{{{top}}}{{{'9' * len(match[3]) + '0' * len(match[2])}}}"
+
+
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<![\w)])[–—](?=[0-9])"), "-"),
+    (re.compile(r"√\s*(?:([0-9]+|[a-z](?![a-z]))|\(([^()]*)\))"), lambda match: rf"\sqrt{{{match[1] or match[2]}}}"),
+    (re.compile(r"\d"), lambda match: str(int(match[0]))),  # the digits of every script
+    *[(re.compile(rf"(\\[a-z]+)?{_TEXT}"), lambda match: f"{match[1]} {match[2]}" if match[1] else match[2])] * 2,
+    (re.compile(r"(\\[dtc]?frac)\s*([0-9])\s*([0-9])"), r"\1{\2}{\3}"),
+    (re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}"), _to_fraction),
+    (re.compile(r"<(?:final_)?answer>|<\|begin_of_box\|>", re.IGNORECASE), r"\\boxed{"),
+    (re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE), "}:"),
+    (re.compile(r"\\[pb]?mod\s*(?:\{(\w+)\}|(\w+))|\(mod\s+(\w+)\)"), lambda match: rf"\pmod{{{match[match.lastindex or 0]}}}"),
+    (re.compile(r"\\[lc]?dots\b"), "..."),
+    (re.compile(r"\\(?:(?:left|right)\s*\\)?([lr])angle\b"), lambda match: "(" if match[1] == "l" else ")"),
+    (re.compile(r"\{:\}|\\colon\s*"), ":"),
+    (re.compile(r"(?:\\left)?\\\{\s*([a-z])\s*(?::|\\mid|\|)([^{}:|]*\1[^{}:|]*?)(?:\\right)?\\\}"), r"\2"),  # {x : x > 1}
+    (re.compile(r"\\varnothing\b|\b(?:the )?empty set\b|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"<(b|strong|em|u)>([^<\n]{0,200})</\1>"), r"\2"),
+    (re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE), r"\1m"),
+    (re.compile(r"\b(?:minus|negative)\s+(?=\$?[0-9\\])", re.IGNORECASE), "-"),
+    (re.compile(r"\b(?:(?:comes|works|turns)\s+out|comes|amounts|adds\s+up)\s+to\b(?:\s+be\b)?", re.IGNORECASE), "is"),
+    # colors, emoji, and the calculations in GSM8K's solutions
+    (re.compile(r"\\(?:text)?color(?:box)?\s*\{\w*\}|[\U0001f300-\U0001faff\u2600-\u27bf\ufe0f\u20e3]|<<[^<>\n]{0,100}>>"), ""),
+]
+_NOUN = r"(?:antwort|lösung|réponse|respuesta|risposta|resposta|ответ|(?:ال)?(?:جواب|إجابة)(?:\s+(?:ال)?(?:نهائي|صحيح)ة?)?|پاسخ|उत्तर)"
+_FOREIGN = re.compile(rf"\b{_NOUN}|答|답은|选|正解")
+_KIND = r"(?:\s+(?:final\w*|correct\w*|corrett\w|exacte?|définitive|definitiv\w))?"
+_TRANSLATIONS = [
+    (rf"\b(?:ist|lautet|est|es|è)\s+(?:die|la|a)\s+(?:\w+\s+)?{_NOUN}{_KIND}\b(?:\s*:)?", "the answer is"),
+    (rf"\b{_NOUN}{_KIND}\s+(?:à|a|al|de|du|del|della|auf|zu|zur|на)\b", "answer to"),
+    (rf"\b{_NOUN}{_KIND}\s*[—–-]\s", "answer: "),
+    (rf"\b{_NOUN}{_KIND}\b", "answer"),
+    (r"\b(?:n'est|no\s+es|non\s+è|não\s+é)(?:\s+pas)?\b|\b(?:ist|lautet)\s+nicht\b|\bне\b", "is not"),
+    (r"(?:\b(?:هو|هي)\s+)?(?:ليست?\b|नहीं)", "is not"),
+    (r"\b(?:nicht|pas)\b|(?<=[0-9$})],)\s+(?:no|non|não)(?=\s+[-$\\(]*[0-9])", " not"),
+    (r"\bc'est\b", "it is"),
+    (r"\b(?:ist|lautet|beträgt|est|es|è|é|será|sería|serait|هو|هي|است|है|является|равен|равна|будет)\b", "is"),
+    (r"\b(?:sondern|mais|sino|ma|بل)\b|(?<=, )а\b", "but"),
+    (r"\b(?:oder|ou|или|либо|أو|या)\b|(?<=\s)o(?=\s+[0-9$\\(A-J])", "or"),
+    (r"\b(?:vielleicht|möglicherweise|wahrscheinlich|peut-être|quizás?|tal vez|возможно|может)|也许|可能|大概|かもしれ|たぶん", " maybe "),
+    (r"\b(?:zwischen|entre|между)\b", "between"),
+    (r"\b(?:nein|non|нет)\b(?=\s*[,:.!])", "no"),
+    (r"\b(?:es|это)\b", "it"),
+    (r"\b(?:la|die|le)\s+(?=\(?[A-J]\b)", ""),
+    (r"\b(?:weil|denn|porque|parce que|car|так как|потому что)\b", "because"),
+    (r"(?<=[-0-9$}A-J)个])[\s,(]*(?:而|而且|并)?不是", ", not "),
+    (r"答案[^,.\n]{0,4}不是|(?:正解|答え)は(?=[^.\n]{0,40}?(?:ではなく|では?あり?ま?せん|ではない|じゃな))", " the answer is not "),
+    (r"답은(?=[^.\n]{0,40}?아[니닙])", "the answer is not "),
+    (r"(?:[이가]|은|는)?\s*아니라|(?:ではなく|而是|,\s*(?:应该|应)?是(?=\s*[-0-9$\\A-J]))、?", ", but "),
+    (r"(?<=[0-9$}A-J)])\s*(?:或者?|还是|か(?:または)?)\s*(?=[-0-9$\\A-J(]|$)|또는|아니면", " or "),
+    (r"\b(?:warte|moment|attends|attendez|espera|подождите|стоп)\b|(?:^|(?<=[\s.,!?]))(?:不对|错了|等等|いいえ|いや|待って)", "wait, "),
+]
 _BE = r"(?:(?:is|are|was)(?:(?=n't)|\b)|equals|becomes|(?:must|should|would|will)\s+be)(?:(?=n't)|\b)"
+_BRACED = "[^{}]*+"
+for _ in range(8):
+    _BRACED = rf"(?:[^{{}}]++|\{{{_BRACED}\}})*+"
+_BOX = re.compile(rf"\\(?:boxed|fbox)\b(?:(?=\s*\{{(?P<braced>{_BRACED})\}})|(?=\s+(?P<bare>[^\s$.,{{]+)))?")
 _STATEMENT = re.compile(
-    rf"""(?ix)(?P<box>\\(?:boxed|fbox)\b)
-    | (?P<tag><(?:final_)?answer>|<\|begin_of_box\|>)
+    rf"""(?ix)(?P<box>{_BOX.pattern})
     | (?P<hash>\#\#\#\#+(?!\#))
     | (?P<phrase>
         \b(?:answer|ans|(?:correct|right|best)\s+(?:option|choice))s?\b["*_`\s]*(?:\((?:final|s)\)\s*)?(?:(?:to|for|of|here)\b[^.\n:=]{{0,100}}?)?
@@ -33,9 +96,8 @@ _EVALUATION = re.compile(
     r"(?:correct|right|valid|reasonable|verified|confirmed|consistent|below|above|clear|obvious|given|as follows|found|obtained|wrong"
     r"|incorrect|in the\b|one of\b|among\b|what\b|that\b)"
 )
-_SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|!+)(?=\s|$)|\n")
+_SENTENCE_END = re.compile(r"\.(?=\s|$)|</|(?<!\\)(?:;|(?<!\b[a-z])!+)(?=\s|$)|\n")
 _SENTENCE_BREAK = re.compile(r"(?<![0-9])(?<!\b[A-J])\.(?=\s)|(?<=[0-9])\.(?=\s|$)|[!?](?=\s)|\n\s*\n|(?<!\\)\n(?!\s*\\)")
-_CLOSING_TAG = re.compile(r"(?i)</(?:final_)?answer>|<\|end_of_box\|>")
 _CHECKS = re.compile(
     r"(?i)\b(?:check|verify|confirm|simplify|express|suppos|assum|guess|imagin|if\b)\w*[^\w.!?\n]+(?:\w+[^\w.!?\n]+){0,2}$"
     r"|\b(?:alternative|another|different|other|wrong|incorrect|plausible|tempting)\s+$"
@@ -78,10 +140,28 @@ _GIVES_UP = re.compile(
 _OPTION = re.compile(r"\W*([A-J])[).:]\s")
 _BOLD_NUMBER = re.compile(r"\*\*([^*\n]*[0-9][^*\n]*)\*\*")
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_BETWEEN = re.compile(r"(?i)[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?")
-_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _MOST_BOXES, _TAIL = 20_000, 2000, 100, 20, 600
-"""Only so many characters at the end of a text, characters of a statement, statements, neighboring boxes, and characters at the end of a
-text without explicit statements are read, so that no text takes long."""
+_BETWEEN = re.compile(r"(?i)\}?[\s,;.$]*(?:\\?(?:text|quad|qquad)?\{?\s*(?:and|or|和|或)\s*\}?)?[\s,;$]*(?:[a-z]\s*=\s*)?")
+_LONGEST, _LONGEST_STATEMENT, _MOST_STATEMENTS, _TAIL = 20_000, 2000, 100, 600
+"""Only so many characters at the end of a text, characters of a statement, statements, and characters at the end of a text without
+explicit statements are read, so that no text takes long."""
+
+
+def normalize(text: str) -> str:
+    """Return `text` with the punctuation, digits, fractions, and superscripts of Unicode as ASCII and LaTeX, without commands of text."""
+    text = re.sub(rf"(?<=[0-9])(?=[{_FRACTIONS}])", " ", text)  # before NFKC makes digits of small ones
+    text = re.sub("[₀-₉]+", r"_\g<0>", re.sub("[⁻⁺]?[⁰¹²³⁴-⁹]+", r"^{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text.translate(str.maketrans(_MARKS))).replace("⁄", "/")
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def translate(text: str) -> str:
+    """Return `text` with the words of some languages that state, deny, or correct an answer in English, if it has a word for "answer"."""
+    if _FOREIGN.search(text.casefold()):
+        for pattern, replacement in _TRANSLATIONS:
+            text = re.sub(pattern, replacement, text, flags=re.IGNORECASE)
+    return text
 
 
 class Statement(NamedTuple):
@@ -103,26 +183,23 @@ def find_statement(text: str) -> Statement | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}` of `text`, or None if there is none, it is empty, or its brace never closes."""
-    start = text.rfind(r"\boxed{")
-    return None if start < 0 else _read_box(text, start + len(r"\boxed"))[0] or None
+    boxes = [box["braced"] for box in _BOX.finditer(text)]
+    return boxes[-1] or None if boxes else None
 
 
 def _read_statement(text: str, matches: list[re.Match[str]], index: int) -> tuple[str, int] | None:
     """Return (content, its end in the text) of a match of `_STATEMENT`, or None if it states nothing."""
     match = matches[index]
     if match["box"]:
-        boxes = [(each.start(), *_read_box(text, each.end())) for each in matches[max(0, index - _MOST_BOXES) : index + 1] if each["box"]]
+        found = [each for each in matches[: index + 1] if each["box"]]  # the end is -1 if the brace never closes
+        boxes = [(each.start(), each["braced"] or each["bare"] or "", max(each.end("braced"), each.end("bare"))) for each in found]
         return _join(text, boxes), boxes[-1][2]
-    if match["tag"]:
-        closing = _CLOSING_TAG.search(text, match.end())
-        content = text[match.end() : closing.start() if closing else len(text)]
-        return _unbox(content) if closing else "", match.end() + len(content)
     if match["hash"]:
         content = _first_sentence(text, match.end())
         end = match.end() + len(content)
         return None if _HEADING.match(content) and (text[end:].strip() or not content.strip()) else (content, end)
     if match["named"]:
-        content = _unbox(match["what"])
+        content = last_boxed(match["what"]) or match["what"]
         letters = r"^\W*[A-J]\W*$"
         stated = content != match["what"] or re.search(letters if match["fits"] else rf"[0-9\\$]|{letters}", content)
         return (content, match.end()) if stated else None
@@ -137,23 +214,6 @@ def _join(text: str, parts: list[tuple[int, str, int]]) -> str:
             break
         content, start = f"{before}, {content}" if before.strip() and content.strip() else "", begin
     return content
-
-
-def _unbox(content: str) -> str:
-    box = re.search(r"\\(?:boxed|fbox)\b", content)
-    return _read_box(content, box.end())[0] if box else content
-
-
-def _read_box(text: str, start: int) -> tuple[str, int]:
-    """Return the content of a box and its end. A box that never closes, or is too long, is empty."""
-    if bare := re.compile(r"\s+([^\s$.,{]+)").match(text, start):
-        return bare[1], bare.end()
-    depth, opening = 0, re.compile(r"\s*\{").match(text, start)
-    for brace in re.compile("[{}]").finditer(text, start, start + _LONGEST_STATEMENT):
-        depth += 1 if brace[0] == "{" else -1
-        if opening and not depth:
-            return text[opening.end() : brace.start()], brace.end()
-    return "", len(text)
 
 
 def _read_phrase(text: str, phrase: int, start: int) -> tuple[str, int] | None:
@@ -187,9 +247,7 @@ def _correct(content: str, rest: str) -> str:
     if (retraction := _RETRACTION.search(content, 1)) and re.search("[0-9]", content[: retraction.start()]):
         content, rest = content[: retraction.start()], f"{content[retraction.start() :]}. {rest}"
     retractions = [*_RETRACTION.finditer(rest)]
-    if not retractions:
-        return content
-    rest = rest[retractions[-1].start() :]
+    rest = rest[retractions[-1].start() :] if retractions else ""
     if revised := [*_REVISED.finditer(rest)]:
         return _first_sentence(rest, revised[-1].end())
     return content if _CONFIRMATION.search(rest) or not re.search(r"[0-9]|\b(?:wrong|incorrect|not right|mistake)\b", rest) else ""
@@ -202,13 +260,10 @@ def _implicit_statement(tail: str) -> Statement | None:
     if not sentences or _GIVES_UP.search(" ".join(sentences[last - (last > 0 and not re.search("[A-Za-z]{2}", sentences[last])) :])):
         return None
     sentence = sentences[last]
-    if HEDGE.search(sentence):
-        return None
     option, before = _OPTION.match(sentence), _OPTION.match("".join(sentences[:last][-1:]))
-    if option and before and ord(before[1]) + 1 == ord(option[1]):
-        return None  # the options of a choice
-    formulas = [*_FORMULA.finditer(sentence)]
-    if formulas:
+    if HEDGE.search(sentence) or (option and before and ord(before[1]) + 1 == ord(option[1])):  # the options of a choice
+        return None
+    if formulas := [*_FORMULA.finditer(sentence)]:
         return Statement(_join(sentence, [(each.start(), next(filter(None, each.groups())), each.end()) for each in formulas]), False)
     bold = _BOLD_NUMBER.findall(sentence)
     return Statement(bold[0] if len(bold) == 1 and "=" not in sentence else sentence.strip(), False)
@@ -223,40 +278,7 @@ def strip_wrapping(stated: Statement) -> str:
     content, clause_end = stated.content, CLAUSE_END if stated.explicit else _REASON
     content = _SPACES.sub("", _EMPHASIS.sub("", content.strip().strip('*`_" ')))
     if content.count("}") > content.count("{"):  # {"answer": 42}
-        content = content.rstrip('} \n"')
+        content = content.rstrip('} \n":')
     content = _REMARK.sub(lambda match: match[0] if HEDGE.search(match[0]) else "", clause_end.split(content, maxsplit=1)[0])
     content = re.sub(r"^\s*(?:\\\(|\\\[|\$\$?)\s*(.*?)\s*(?:\\\)|\\\]|\$\$?)[\s.,*]*$", r"\1", content, flags=re.DOTALL)
     return re.sub(r"(?:\\[\])]|[\s.,;:*`]|(?<![\d)])(?<!\b[a-z])!|\$\$)+$", "", content).lstrip("*` ")
-
-
-def last_number(sentence: str) -> str | None:
-    """Return the number that a sentence of words ends with, or the right-hand side of its last equation. Return None if the number is part
-    of an expression or of a list, or is negated."""
-    sentence = re.sub(r"(?<=\w)\s+\([^()]*[-+*/×÷=][^()]*\)\W*$", "", sentence)  # "42 apples (40 + 2)"
-    sentence = re.sub(r"(?<=[ckdmf][mt]|in)\^\{?[23]\}?", "", sentence)  # units of area and volume
-    _, equals, sentence = sentence.rpartition("=")
-    matches = [*NUMBER.finditer(sentence)]
-    if not matches:
-        return None
-    last = matches[0 if equals else -1]
-    before, after = sentence[: last.end() - len(last[0].lstrip())], sentence[last.end() :]
-    if last["sign"] and re.search(r"(?:[0-9)}\]]\s*|\w|\b[A-Za-z]\s+)$", before):
-        return None
-    if _PART_BEFORE.search(before) or _PART_AFTER.match(after) or _NEGATED.search(before):
-        return None
-    return last[0]
-
-
-_PART_BEFORE = re.compile(
-    r"(?i)[0-9A-Za-z\\]$|(?:[-+*/^_×÷·√(\[{≤≥≠]|\w\s+[<>]|\\[a-z]+|\b(?:sqrt|log|ln|than|least|most|to|over|under|below|above|vs|step|question|problem"
-    r"|exercise|example|chapter|section|page|part|case|number|no|twice|double|triple|half|half\s+of|almost|nearly|mod|modulo|times|plus"
-    r"|minus|choose)|[0-9](?:\s*(?:[,:]|and|,\s*and)|\s))\s*\$?\s*$"
-)
-_PART_AFTER = re.compile(
-    r"(?i)\s*(?:[-+*^_×÷·<>({\[\\]|/(?![a-z]{2})|:[0-9]|(?:,|and\b)\s*[-$\\(]*[0-9]|[A-Za-z](?![A-Za-z])(?<!a)"
-    r"|(?:pi|sqrt|mod|modulo|choose|factorial|squared|cubed)\b|(?:plus|minus|times)\s+[-$\\(]*(?:[0-9]|[b-z]\b))|(?:st|nd|rd|th)\b|[A-Za-z](?![A-Za-z])|[0-9]"
-    r"|\s+(?:is|are|was)(?:n't|\s+(?:not|wrong|incorrect|impossible|false|too)\b)"
-)
-_NEGATED = re.compile(
-    r"(?i)(?:不是|并非)\s*$|(?:\b(?:not|no way|never|cannot|but|except|instead of|rather than|nicht|pas|не)|n't|≠)\W+(?:\w+\W+){0,3}$"
-)
