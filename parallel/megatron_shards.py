@@ -11,6 +11,7 @@ from parallel.formats import BF16, FormatOf, TensorFormat
 from parallel.layout import Coordinates, Layout, check_stages, list_stage_layers
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import (
+    REPLICATED,
     GeometryError,
     Region,
     Shard,
@@ -105,7 +106,7 @@ def build_held_shards(
 
 
 def _find_holders(weight: Weight, model: ModelGeometry, layout: Layout, at: Coordinates) -> tuple[int, ...]:
-    is_cut = weight.cut != "whole" or bool(weight.stacks)
+    is_cut = weight.cut not in REPLICATED or bool(weight.stacks)
     stages = (0, layout.pp - 1) if model.tied and weight.cut == "vocabulary" else (at.pp,)
     if weight.expert is None:
         return _list_ranks(layout, stages, at.tp if is_cut else None, None, None)

@@ -86,6 +86,9 @@ def build_part(model: ModelGeometry, tp: int, rank: int, ep: int, part: int) -> 
 def _cut(weight: Weight, tp: int, rank: int, ep: int) -> list[Region]:
     if weight.expert is not None:
         return cut_weight(weight, rank % (tp // ep), tp // ep, _FIELD)
+    if weight.cut == "heads":
+        parts = min(tp, weight.kv_heads)
+        return [split(piece, "rows", rank * parts // tp, parts, _FIELD) for piece in weight.pieces]
     if weight.cut == "qkv":
         (q, *kv), parts = weight.pieces, min(tp, weight.kv_heads)
         return [split(q, "rows", rank, tp, _FIELD), *(split(x, "rows", rank * parts // tp, parts, _FIELD) for x in kv)]

@@ -157,9 +157,13 @@ def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
     return None
 
 
-Cut = Literal["whole", "rows", "cols", "qkv", "vocabulary"]
+Cut = Literal["whole", "rows", "cols", "qkv", "heads", "vocabulary"]
 """How tensor-parallel ranks shard a weight. whole: replicated. rows, cols: equal parts of each piece, where gate and up are two pieces.
-qkv: rows by heads, of which engine ranks share those of k and v if there are too few. vocabulary: by rows, with padding."""
+qkv: rows by heads, of which engine ranks share those of k and v if there are too few. heads: replicated in the trainer, rows by heads in
+the engine, of which ranks share some if there are too few. vocabulary: by rows, with padding."""
+
+
+REPLICATED = ("whole", "heads")  # cuts of weights of which every rank of the trainer has all
 
 
 class Weight(NamedTuple):
@@ -172,7 +176,7 @@ class Weight(NamedTuple):
     expert: int | None = None  # number of the expert that owns the weight
     stacks: tuple[tuple[Region, ...], ...] = ()
     """Megatron's order of rows if it is not that of `pieces`: a rank owns an equal range of the rows of each stack."""
-    kv_heads: int = 0  # heads of k and v of a weight with cut "qkv"
+    kv_heads: int = 0  # heads of k and v of a weight with cut "qkv", or of one with cut "heads"
 
 
 def make_weight(tensors: HFTensor | Sequence[HFTensor], megatron: str, cut: Cut, sglang: str = "", expert: int | None = None) -> Weight:
@@ -187,8 +191,8 @@ def make_vector(name: str, length: int, megatron: str, role: str = "norm", sglan
 
 
 def cut_weight(weight: Weight, part: int, parts: int, field: str) -> list[Region]:
-    """Return the share of the `part`-th of `parts` ranks in a weight with cut "whole", "rows" or "cols". Raise as `split` does."""
-    return [piece if weight.cut == "whole" else split(piece, weight.cut, part, parts, field) for piece in weight.pieces]
+    """Return the share of the `part`-th of `parts` ranks in a weight with cut "whole", "heads", "rows" or "cols". Raise as `split` does."""
+    return [piece if weight.cut in REPLICATED else split(piece, weight.cut, part, parts, field) for piece in weight.pieces]
 
 
 def cut_vocabulary(name: str, weight: Weight, padded_rows: int, part: int, parts: int) -> Shard:

@@ -15,6 +15,7 @@ from megatron_rl.kernels.gated_delta import reference as delta
 from megatron_rl.kernels.gates import reference as gates
 from megatron_rl.kernels.heads import reference as heads
 from megatron_rl.kernels.linear import reference as linear
+from megatron_rl.kernels.norm import heads as norm_heads
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.split_attention import ORDER
 from megatron_rl.kernels.split_attention import reference as split_kernel
@@ -38,12 +39,14 @@ from megatron_rl.precision.graph.kernels import (
 )
 from megatron_rl.precision.graph.reader import digest_table
 from rollout_sglang.hooks import (
+    all_heads,
     cpu_kernels,
     cpu_moe,
     fp32_router,
     gated_delta,
     gpu_all_reduce,
     gpu_kernels,
+    no_positions,
     rank_kernels,
     split_attention,
     tree_reduction,
@@ -61,6 +64,7 @@ COMPUTES: dict[Any, Callable[..., Any]] = {
     cpu_moe.apply_block_fp8: linear.fprop,
     cpu_moe.apply_int8: int8.int8_matmul,
     cpu_moe.apply_unquantized: batch_invariant.invariant_matmul,
+    all_heads.apply_norm: norm_heads.normalize,
     fp32_router.compute_gate_logits: batch_invariant.invariant_matmul,
     gated_delta.add_gated_shared_expert: gates.gate,
     gated_delta.apply_zero_centered_norm: batch_invariant.rms_norm,
@@ -117,6 +121,11 @@ def identify_norm(name: str, module: Any) -> Kernel:
 
         return identify_live(utils.apply_qk_norm)
     return identify_live(find_method(module))
+
+
+def get_mlp(layer: Any) -> Any:
+    """Return the module of a layer with its MLP or its experts, whose name is that of the checkpoint."""
+    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
 
 
 def identify_linear(module: Any, by_tree: bool) -> Kernel:
@@ -180,7 +189,7 @@ def identify_attention(backend: Any) -> Kernel:
 
 def identify_rest(layer: Any, backend: Any, by_tree: bool, dtype: torch.dtype) -> dict[str, Kernel]:
     """Return what computes the operators of a layer that are no layers with weights, by kind or name."""
-    attention, mlp = getattr(layer, "self_attn", layer), layer.mlp
+    attention, mlp = getattr(layer, "self_attn", layer), get_mlp(layer)
     kernels: dict[str, Kernel] = {}
     activations = {"mlp.swiglu": mlp, "mlp.shared_experts.swiglu": getattr(mlp, "shared_experts", getattr(mlp, "shared_expert", None))}
     kernels |= {name: identify_live(find_method(each.act_fn)) for name, each in activations.items() if hasattr(each, "act_fn")}
@@ -197,7 +206,8 @@ def identify_rest(layer: Any, backend: Any, by_tree: bool, dtype: torch.dtype) -
         return kernels | dict.fromkeys(
             ("causal_conv", "gated_delta"), found.pop() if len(found) == 1 else identify_live(type(delta_net).forward)
         )
-    return kernels | {"rope": identify_rotation(attention.rotary_emb, dtype)}
+    unrotated = isinstance(attention.rotary_emb, no_positions.Unrotated)
+    return kernels if unrotated else kernels | {"rope": identify_rotation(attention.rotary_emb, dtype)}
 
 
 def _identify_experts(experts: Any, by_tree: bool) -> dict[str, Kernel]:

@@ -15,7 +15,7 @@ from megatron_rl.precision.graph.kernels import Kernel
 from megatron_rl.precision.graph.reader import FP32, Reader, block_format, channel_format, check_scales, dtype_name, unquantized_format
 from parallel.adapters import NAMES
 from rollout_sglang import kernel_identity
-from rollout_sglang.hooks import e4m3_cache, tree_reduction
+from rollout_sglang.hooks import e4m3_cache, no_positions, tree_reduction
 
 _KNOWN_METHODS = (
     *("Fp8LinearMethod", "Fp8MoEMethod", "W8A8Int8LinearMethod", "W8A8Int8MoEMethod", "Fp32RouterMethod"),
@@ -57,6 +57,9 @@ def _get_router(moe: Any) -> Any:
     return moe.gate if hasattr(moe, "gate") else moe.router
 
 
+_BIAS = "e_score_correction_bias"  # of the router
+
+
 class _Reader(Reader):
     side = "sglang"
 
@@ -80,7 +83,7 @@ class _Reader(Reader):
         return self.connect({number: self.read_layer(layer) for number, layer in enumerate(stack.layers)}, ends)
 
     def read_layer(self, layer: Any) -> LayerPrecision:
-        mlp, operators, logits = layer.mlp, self.read_modules(layer), None
+        mlp, operators, logits = kernel_identity.get_mlp(layer), self.read_modules(layer), None
         if hasattr(mlp, "experts"):
             operators |= self.read_experts(mlp)
             gate = _get_router(mlp)
@@ -101,7 +104,8 @@ class _Reader(Reader):
         cache, core = self.read_cache(attention), type(backend).__name__
         sinks = self.read_tensor(getattr(attention, "sinks", None))
         beside = None if sinks is None else Operator({"sinks": sinks})
-        return LayerPrecision(operators, residual, cache, core, logits, getattr(attention, "attn_output_gate", False), beside, kernels)
+        rotates, gated = not isinstance(attention.rotary_emb, no_positions.Unrotated), getattr(attention, "attn_output_gate", False)
+        return LayerPrecision(operators, residual, cache, core, logits, rotates, gated, beside, kernels)
 
     def identify(self, kind: str, module: Any) -> Kernel:
         return kernel_identity.identify_norm(kind, module)
@@ -159,7 +163,7 @@ class _Reader(Reader):
             operators[f"mlp.experts.{side}"] = replace(operator, count=gate.weight.shape[0])
         if (score := getattr(moe, "shared_expert_gate", None)) is not None:
             operators["mlp.shared_experts.score"] = replace(self.read_weighted(score), kernel=kernel_identity.identify_score())
-        if (correction := self.read_tensor(getattr(gate, "e_score_correction_bias", None))) is not None:
+        if (correction := self.read_tensor(getattr(gate, _BIAS, getattr(moe, _BIAS, None)))) is not None:
             router = router.with_inputs(bias=correction)
         return {"mlp.router": router, **operators}
 

@@ -88,10 +88,12 @@ _SINKS = {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     },
 }  # fmt: skip
+_ALL_HEADS = {"num_local_experts": 8, "num_experts_per_tok": 4, "rotary_dim": 64, "use_qk_norm": True}
 _QWEN = {"use_sliding_window": False}
 _HALF_ROTATED = {"attention_bias": True, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"mlp_bias": False}),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     "qwen2": ("Qwen2ForCausalLM", {**_QWEN, "hidden_size": 512}),
     "qwen3": ("Qwen3ForCausalLM", _QWEN),
     "glm4": ("Glm4ForCausalLM", _HALF_ROTATED),
@@ -100,6 +102,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_SIGMOID, **_LATENT}),
     "deepseek_v32": ("DeepseekV32ForCausalLM", _SPARSE),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {**_SPARSE, **_WIDE_HEADS}),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", _ALL_HEADS),
     "gpt_oss": ("GptOssForCausalLM", _SINKS),
 }
 """Family -> (transformers class, settings on top of `_DENSE`). Every matrix product can be sharded over four ranks, although there are

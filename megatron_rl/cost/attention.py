@@ -46,8 +46,11 @@ def _list_softmax(shapes: RankShapes, kind: SoftmaxAttention) -> Iterator[Operat
     yield Operator(column_input(shapes, model.hidden, "linear_qkv"))
     rotated = T * b * (q + kv)
     heads, groups = kind.heads / shapes.layout.tp, max(1.0, kind.kv_heads / shapes.layout.tp)
-    fused = not shapes.cpu and kind.rope.share == 1 and kind.head_dim & (kind.head_dim - 1) == 0  # `kernels.heads.reference`
-    if kind.qk_norm and not fused:
+    rotates_whole = kind.rope is not None and kind.rope.share == 1
+    fused = not shapes.cpu and rotates_whole and kind.head_dim & (kind.head_dim - 1) == 0  # `kernels.heads.reference`
+    if kind.over_all_heads:
+        rotated += T * (b * q * (1 < groups < heads) + 2 * 4)  # v is a view of the same tensor as k
+    elif kind.qk_norm and not fused:
         rotated += norm_bytes(shapes, T * heads, kind.head_dim, own_input=1 < groups < heads)
         rotated += norm_bytes(shapes, T * groups, kind.head_dim, own_input=False)
     yield Operator(rotated, T * 2 * b * (q + kv), T * (2 * b * (q + kv) + b * kv + w * (q + 2 * kv)))

@@ -28,6 +28,7 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
     if quantization is None or stores_mxfp4(hf_config):
         return None
     settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
+    settings["fmt"] = "e4m3" if settings.get("fmt") == "float8_e4m3fn" else settings.get("fmt")  # as MiniMax writes it
 
     def find_differences(format: TensorFormat) -> dict[str, object]:
         wanted = format.quantization_config().items()

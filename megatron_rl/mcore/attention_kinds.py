@@ -17,16 +17,18 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def _softmax_options(kind: SoftmaxAttention) -> dict[str, Any]:
-    scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "attn_factor") if kind.rope.yarn else ()
+    yarn = kind.rope.yarn if kind.rope else None
+    scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "attn_factor") if yarn else ()
     return {
         "num_attention_heads": kind.heads,
         "num_query_groups": kind.kv_heads,
         "kv_channels": kind.head_dim,
         "add_qkv_bias": kind.qkv_bias,
-        "qk_layernorm": kind.qk_norm,  # per head
+        "qk_layernorm": kind.qk_norm,
+        "norms_all_heads": kind.over_all_heads,
         "attention_output_gate": kind.gated,
-        "rotary_interleaved": kind.rope.interleaved,
-        **{f"yarn_{name}": getattr(kind.rope.yarn, name) for name in scale},
+        **({"rotary_interleaved": kind.rope.interleaved} if kind.rope else {}),
+        **{f"yarn_{name}": getattr(yarn, name) for name in scale},
     }
 
 

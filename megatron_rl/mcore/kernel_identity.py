@@ -14,6 +14,7 @@ from megatron_rl.kernels.gated_delta import reference as gated_delta
 from megatron_rl.kernels.gates import reference as gates
 from megatron_rl.kernels.heads import reference as heads
 from megatron_rl.kernels.linear import reference as linear
+from megatron_rl.kernels.norm import heads as all_heads
 from megatron_rl.kernels.norm import reference as norm
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.kernels.split_attention import ORDER
@@ -24,7 +25,7 @@ from megatron_rl.kernels.swiglu import reference as swiglu
 from megatron_rl.kernels.vocabulary import reference as vocabulary
 from megatron_rl.mcore.layers.attention.gated_delta_net import GatedNorm
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
-from megatron_rl.mcore.layers.linear.norms import RMSNorm
+from megatron_rl.mcore.layers.linear.norms import AllHeadsNorm, RMSNorm
 from megatron_rl.mcore.layers.moe.experts import TreeDispatcher
 from megatron_rl.mcore.layers.spec import ClampedSwiGLU, SwiGLU
 from megatron_rl.precision import int8
@@ -49,6 +50,8 @@ def identify_norm(name: str, module: Any, on_gpu: bool) -> Kernel:
     """Return what computes a norm of a layer, by its name in the graph."""
     if isinstance(module, GatedNorm):
         return identify(gates.gate_norm, on_gpu=on_gpu)
+    if isinstance(module, AllHeadsNorm):
+        return identify(all_heads.normalize)
     if type(module).forward is not RMSNorm.forward:
         return identify(type(module).forward)
     if not on_gpu:

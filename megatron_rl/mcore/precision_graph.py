@@ -78,7 +78,8 @@ class _Reader(Reader):
         sinks = attention.core_attention.softmax_offset
         beside = None if sinks is None else self.read_sinks(sinks)
         gated = attention.config.attention_output_gate
-        return LayerPrecision(operators, self.residual, cache, core, logits, gated, beside, kernels)
+        rotates = getattr(attention, "rotates", True)
+        return LayerPrecision(operators, self.residual, cache, core, logits, rotates, gated, beside, kernels)
 
     def identify(self, kind: str, module: Any) -> Kernel:
         return kernel_identity.identify_norm(kind, module, self.on_gpu)

@@ -32,6 +32,7 @@ class QuantizedTransformerConfig(TransformerConfig):
     at_once: tuple[int, int] = (1, 1)  # number of micro-batches that run at once in passes (without gradient, with gradient)
     quantize_kv: bool = False
     scale_kv_by_layer: bool = False
+    norms_all_heads: bool = False  # with `qk_layernorm`, whether all heads of a token have one norm
     post_norms: bool = False  # normalize the outputs of attention and MLP before they are added to the residual stream
     attention_length: float = math.inf  # see `ModelGeometry.attention_length`
     attention: tuple[AttentionKind, ...] = ()  # of each layer of the whole model

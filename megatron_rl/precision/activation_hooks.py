@@ -52,10 +52,10 @@ _TABLE = """
     mlp.gate_up          pairs  mlp.linear_fc1:out       mlp.gate_up_proj:out
     mlp.swiglu           split  mlp.linear_fc2:in0       mlp.down_proj:in0
     mlp.down             sum    mlp.linear_fc2:out       mlp.down_proj:out
-    mlp.router           whole  mlp.router:out           mlp.topk:out
+    mlp.router           whole  mlp.router:out           mlp.topk:out block_sparse_moe.topk:out
     %gate_up             pairs  %linear_fc1:out          %gate_up_proj:out
     %swiglu              split  %linear_fc2:in0          %down_proj:in0
-    mlp                  sum    mlp:out                  mlp:out
+    mlp                  sum    mlp:out                  mlp:out block_sparse_moe:out
     mlp.post_norm        whole  mlp_bda.norm:out         post_mlp_layernorm:out
 """
 _ENDS = """

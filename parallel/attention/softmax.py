@@ -17,10 +17,15 @@ class SoftmaxAttention(AttentionKind):
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False  # whether q and k heads are normalized
+    over_all_heads: bool = False  # with `qk_norm`, whether all heads of a token have one norm
     gated: bool = False
     """Whether sigmoids of a second half of each head's query projection multiply the head's result. SGLang's layers of such models own the
     projections, without a module for the attention."""
-    rope: Rope = field(default_factory=Rope)
+    rope: Rope | None = field(default_factory=Rope)  # None: the layer has no positions
+
+    @property
+    def can_widen(self) -> bool:
+        return not self.over_all_heads
 
     @property
     def output(self) -> tuple[str, int]:
@@ -28,7 +33,7 @@ class SoftmaxAttention(AttentionKind):
 
     @property
     def rotated(self) -> tuple[str, float]:
-        return "head_dim", self.head_dim * self.rope.share
+        return "head_dim", self.head_dim * self.rope.share if self.rope else 0
 
     @property
     def flops_per_position(self) -> int:
@@ -65,8 +70,10 @@ class SoftmaxAttention(AttentionKind):
         if self.qkv_bias:
             weights.append(stack("bias", 1, "bias"))
         if self.qk_norm:
-            names = [(f"{part}_norm.weight", f"{megatron}{part}_layernorm.weight") for part in "qk"]
-            weights += [make_vector(hf + name, self.head_dim, layer, sglang=engine + name) for name, layer in names]
+            for part, heads in (("q", self.heads), ("k", self.kv_heads)):
+                name, width = f"{part}_norm.weight", self.head_dim * (heads if self.over_all_heads else 1)
+                weight = make_vector(hf + name, width, f"{megatron}{part}_layernorm.weight", sglang=engine + name)
+                weights.append(weight._replace(cut="heads", kv_heads=heads) if self.over_all_heads else weight)
         if kv_scales:
             name = "attn.kv_scales"
             weights.append(make_vector(hf + name, 2, megatron + "core_attention.kv_scales", "kv_scales", engine + name))

@@ -8,13 +8,14 @@
     list_mtp_copies(model, number: int)                 copies of other tensors that a checkpoint may hold with it (`parallel.mtp_layers`);
                                                         a family without them does not train these layers
 
-To add a family, add its module here and a row to `tests/support/families.py`.
+To add a family, add its module here and a row to `tests/support/families.py`. `parallel.refused_families` says why others are refused.
 """
 
 import importlib
 import pkgutil
 from typing import Any
 
+from parallel.refused_families import REASONS
 from parallel.shards import GeometryError
 
 ALIASES = {"kimi_k2": "deepseek_v3", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -25,6 +26,8 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)
 def load_family(model_type: object) -> Any:
     """Return the module of a family. Raise GeometryError if there is none."""
     model_type = ALIASES.get(str(model_type), model_type)
+    if (reason := REASONS.get(str(model_type))) is not None:
+        raise GeometryError("config.json model_type", model_type, f"is not supported: it {reason}", "use another model")
     if model_type not in FAMILIES:
         raise GeometryError("config.json model_type", model_type, "is not a supported model family", f"use one of {', '.join(FAMILIES)}")
     return importlib.import_module(f"{__name__}.{model_type}")

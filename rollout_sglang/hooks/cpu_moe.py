@@ -79,7 +79,12 @@ def route_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Wrap `fused_topk_native`; return (weights float32 `[T, k]`, experts `[T, k]`). Renormalized weights are the softmax over the
     chosen experts, as in Megatron. SGLang divides the softmax over all experts by the sum over the chosen ones."""
-    if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
+    bias, scoring = named.get("correction_bias"), named.get("scoring_func", "softmax")
+    if renormalize and bias is not None and scoring == "sigmoid":
+        with InvariantRouting():
+            weights, experts = original(hidden_states, gating_output.float(), topk, False, **named)
+        return sort_by_choice(weights, experts, bias, renormalize)
+    if not renormalize or bias is not None or scoring != "softmax":
         return original(hidden_states, gating_output, topk, renormalize, **named)
     scores, experts = gating_output.float().topk(topk, dim=-1)
     return scores.softmax(-1), experts
@@ -100,11 +105,17 @@ def route_tokens_with_bias(
     order of choice, best first. SGLang leaves this order open, and with it the last bit of the weights."""
     with InvariantRouting():
         weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
-    order = (weights + correction_bias[experts.long()]).argsort(-1, descending=True)
-    weights, experts = weights.gather(1, order), experts.gather(1, order)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights, experts = sort_by_choice(weights, experts, correction_bias, renormalize)
     return weights * named["routed_scaling_factor"] if apply_routed_scaling_factor_on_output else weights, experts
+
+
+def sort_by_choice(
+    weights: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights and experts `[T, k]` with the best choice first, normalized in this order."""
+    order = (weights + bias[experts.long()]).argsort(-1, descending=True)
+    weights, experts = weights.gather(1, order), experts.gather(1, order)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) if renormalize else weights, experts
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -33,6 +33,12 @@ def use_model_dtype(original: Callable[..., Any], gate: Any, *args: Any, **kwarg
     gate.weight = torch.nn.Parameter(gate.weight.to(torch.get_default_dtype()))
 
 
+def use_model_dtype_and_fp32(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `MiniMaxM2MoE.__init__`: do both, because SGLang stores the gate in FP32, which may have been rounded in the trainer."""
+    use_fp32_gate(original, moe_layer, *args, **kwargs)
+    moe_layer.gate.weight.data = moe_layer.gate.weight.data.to(torch.get_default_dtype())
+
+
 def compute_gate_logits(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Replace `MoEGate.forward` of DeepSeek-V3 and `Glm4MoeGate.forward`."""
     return compute_router_logits(hidden_states, self.weight)

@@ -25,6 +25,7 @@ _FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
+_MINIMAX = "sglang.srt.models.minimax_m2."
 _OPENAI = "sglang.srt.entrypoints.openai."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
@@ -40,7 +41,7 @@ def check_version() -> None:
 
 def _list_hooks() -> list[Hook]:
     from rollout_sglang import access, answering, rank_handler, serving
-    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, scheduling, special_text, startup, tree_reduction
+    from rollout_sglang.hooks import adapters, e4m3_cache, fp32_router, no_positions, scheduling, special_text, startup, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.entrypoints.http_server.serve_generate_request", answering.answer_in_columns, "AROUND"),
@@ -56,12 +57,14 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.gpt_oss.GptOssSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
+        (_MINIMAX + "MiniMaxM2MoE.__init__", fp32_router.use_model_dtype_and_fp32, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__", startup.set_latent_epsilon, "AROUND"),
         ("sglang.srt.configs.qwen3_next.Qwen3NextConfig.__init__", startup.keep_layer_types, "AROUND"),
         ("sglang.srt.models.qwen3_next.Qwen3GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
         ("sglang.srt.models.qwen3_5.Qwen3_5GatedDeltaNet.__init__", startup.widen_decay, "AROUND"),
+        ("sglang.srt.models.llama.LlamaDecoderLayer.__init__", no_positions.leave_out, "AROUND"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", startup.load_block_scales, "AROUND"),
         ("sglang.srt.models.qwen3_5_text.Qwen3_5ForCausalLM.load_weights", startup.load_decoder, "AROUND"),
         ("sglang.srt.managers.load_snapshot.shm_path_for", startup.place_load_file, "REPLACE"),
@@ -165,7 +168,17 @@ def list_blackwell_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on code of SGLang that does not run on a CPU, or computes different bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_moe, e4m3_cache, fp32_router, gated_delta, gpt_oss, seeded_sampling, startup
+    from rollout_sglang.hooks import (
+        all_heads,
+        cpu_kernels,
+        cpu_moe,
+        e4m3_cache,
+        fp32_router,
+        gated_delta,
+        gpt_oss,
+        seeded_sampling,
+        startup,
+    )
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", startup.fork_children, "AROUND"),
@@ -178,6 +191,8 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", cpu_kernels.apply_plain_linear, "REPLACE"),
         ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", cpu_kernels.compute_lm_head, "AROUND"),
         ("sglang.srt.layers.layernorm.RMSNorm.forward_native", cpu_kernels.apply_rms_norm, "AROUND"),
+        (_MINIMAX + "MiniMaxM2QKRMSNorm.forward", all_heads.normalize_heads, "REPLACE"),
+        (_MINIMAX + "MiniMaxM2RMSNormTP.forward", all_heads.apply_norm, "REPLACE"),
         ("sglang.srt.layers.sampler.Sampler.forward", cpu_kernels.sample, "AROUND"),
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seeded_sampling.attach_seeds, "AROUND"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", seeded_sampling.sample_tokens, "REPLACE"),

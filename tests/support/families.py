@@ -55,6 +55,13 @@ def _add(family, architecture, trained, served):
 _HEADS_OF_64 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": LLAMA3}, {"mlp_bias": False})
+_add(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    _HEADS_OF_64 | {"no_rope_layer_interval": 2},
+    {"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
+)
+del ENGINE_ARCHITECTURES["smollm3"]["head_dim"]
 _add("mistral", "MistralForCausalLM", {"head_dim": 128, "sliding_window": None}, {"sliding_window": None})
 _add("qwen2", "Qwen2ForCausalLM", _HEADS_OF_64 | {"tie_word_embeddings": True}, {"use_sliding_window": False})
 _add("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, {"num_hidden_layers": 2, "use_sliding_window": False})
@@ -177,6 +184,10 @@ _add(
     _HYBRID | _SHARED | {"num_experts": 4, "norm_topk_prob": True},
     _HYBRID | _SHARED | {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": True},
 )
+
+_MINIMAX = {"head_dim": 128, "rotary_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "use_qk_norm": True}
+_add("minimax_m2", "MiniMaxM2ForCausalLM", _MINIMAX, _MINIMAX | {"num_hidden_layers": 2, "num_attention_heads": 4})
+del ENGINE_ARCHITECTURES["minimax_m2"]["attention_bias"]
 
 _GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True, "swiglu_limit": 0.5, "head_dim": 64,

@@ -27,7 +27,7 @@ from megatron_rl.mcore.layers.attention.gated_delta_net import GatedDeltaNetLaye
 from megatron_rl.mcore.layers.attention.mla import AbsorbedLatentAttention, LatentAttention, takes_absorbed_form
 from megatron_rl.mcore.layers.attention.self_attention import PackedSelfAttention
 from megatron_rl.mcore.layers.linear.high_precision import AbsorbedLinear, PlainColumnParallelLinear, ReplicatedLinear
-from megatron_rl.mcore.layers.linear.norms import AddBeforeNorm, NormedAdd, RMSNorm
+from megatron_rl.mcore.layers.linear.norms import AddBeforeNorm, AllHeadsNorm, NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.linear.quantized_linear import (
     QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
@@ -135,13 +135,15 @@ def _gated_delta_net(config: TransformerConfig, backend: _SpecProvider) -> Modul
 
 
 def _attention(config: TransformerConfig, backend: _SpecProvider, core: type = CoreAttention) -> ModuleSpec:
-    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    q_norm, k_norm = (RMSNorm, RMSNorm) if config.qk_layernorm else (IdentityOp, IdentityOp)
+    if config.norms_all_heads:
+        q_norm, k_norm = (partial(AllHeadsNorm, heads=count) for count in (config.num_attention_heads, config.num_query_groups))
     parts = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
         core_attention=core,
         linear_proj=backend.row_parallel_linear(),
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+        q_layernorm=q_norm,
+        k_layernorm=k_norm,
     )
     return ModuleSpec(module=PackedSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
 

@@ -58,7 +58,7 @@ LAYER = _parse("""
     @rope                      rope         q=@q_norm,@q_b,@qkv k=@k_norm,@kv_a,@qkv
     @kv_b.k                    linear       x=@q_b
     @kv_b                      linear       x=@kv_a_norm megatron=@linear_kv_up_proj sglang=@kv_b_proj
-    @core                      attention    q=@kv_b.k,@rope k=@kv_b,@kv_a_norm,@rope q_rope=@rope k_rope=@rope v=@kv_b,@kv_a_norm,@qkv
+    @core                 attention    q=@kv_b.k,@rope,@qkv k=@kv_b,@kv_a_norm,@rope,@qkv q_rope=@rope k_rope=@rope v=@kv_b,@kv_a_norm,@qkv
     @kv_b.v                    linear       x=@core
     @gate                      gate         x=@core gate=@qkv
     @output                    linear       x=@gate_norm,@gate,@kv_b.v,@core megatron=@linear_proj,@out_proj sglang=@o_proj,@out_proj
@@ -129,6 +129,7 @@ class LayerPrecision:
     kv: TensorPrecision | None  # keys and values as the attention reads them; in a rollout, from the cache. None for a recurrent state
     attention: str = ""  # implementation of the attention
     logits: TensorPrecision | None = None  # logits of the router
+    rotates: bool = True  # whether queries and keys have rotary positions
     gated: bool = False  # whether a gate multiplies the attention's output
     beside: Operator | None = None  # the attention's sinks, and their gradients
     kernels: Mapping[str, Kernel] = field(default_factory=dict)  # operator or kind -> what computes it, if the operator has none
@@ -159,10 +160,8 @@ class LayerPrecision:
             core = replace(core.with_inputs(**self.beside.inputs), gradients=self.beside.gradients)
         read = hidden if up else self.kv  # if absorbed, the attention reads latents, without keys and values
         q_rope, k_rope = hidden if absorbed else None, self.kv if up or absorbed else None
-        operators = {
-            "attention.core": core.with_inputs(q_rope=q_rope, k=read, v=read, k_rope=k_rope),
-            "attention.rope": Operator({"q": hidden, "k": hidden}),
-        }
+        operators = {"attention.core": core.with_inputs(q_rope=q_rope, k=read, v=read, k_rope=k_rope)}
+        operators |= {"attention.rope": Operator({"q": hidden, "k": hidden})} if self.rotates else {}
         return operators | ({"attention.gate": Operator({"x": hidden, "gate": hidden})} if self.gated else {})
 
 

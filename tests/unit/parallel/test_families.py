@@ -11,9 +11,10 @@ from support.geometries import published_model
 
 from megatron_rl.hf.checkpoint_format import find_stack
 from parallel.attention import LatentAttention
-from parallel.families import FAMILIES, load_family
+from parallel.families import ALIASES, FAMILIES, load_family
 from parallel.hf_config import Rope, Yarn
 from parallel.model_geometry import ModelGeometry, MoEGeometry
+from parallel.refused_families import REASONS
 from parallel.shards import GeometryError
 
 TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
@@ -29,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = ARCHITECTURES | {"llama tied": LLAMA | {"t
 def test_every_family_is_in_the_test_tables_and_parameter_counts_match_published_counts():
     assert set(FAMILIES) == CLASSES.keys() == ENGINE_ARCHITECTURES.keys() == {config["model_type"] for config in ARCHITECTURES.values()}
     assert all(callable(load_family(name).read) and callable(load_family(name).list_layer) for name in FAMILIES)
+    assert REASONS.keys().isdisjoint({*FAMILIES, *ALIASES})
     published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
     published |= {"GLM-4-9B-0414": 9.4e9, "GLM-4-32B-0414": 32.57e9}
     for name, parameters in published.items():
@@ -40,7 +42,8 @@ def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """Return shapes with experts stacked as in transformers 5: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
     stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
-        match = re.match(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)
+        name = name.replace(".block_sparse_moe.", ".mlp.").replace(".w1.", ".gate_proj.")
+        match = re.match(r"(.*\.experts)\.(\d+)\.(\w+?)(?:_proj)?\.weight", name)
         if (place := find_stack(name)) is not None:  # transposed
             stacked[place[0]] = [place[1] + 1, *shape[::-1]]
         elif match is None:
@@ -120,6 +123,7 @@ ABSENT = object()
 @pytest.mark.parametrize("config, changes, words", [
     (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
     (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
+    (QWEN3, {"model_type": "phi3"}, "model_type = phi3: is not supported: it stores queries, keys, and values in one tensor"),
     (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
     (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),

@@ -27,6 +27,7 @@ from megatron_rl.kernels.heads.reference import can_rotate, split_heads
 from megatron_rl.kernels.rope import reference as rope
 from megatron_rl.mcore.base.two_batch import PerMicroBatch
 from megatron_rl.mcore.layers.linear.norms import RMSNorm
+from parallel.attention import AttentionKind
 
 
 class PackedSelfAttention(SelfAttention):
@@ -35,7 +36,9 @@ class PackedSelfAttention(SelfAttention):
     _rotation = PerMicroBatch()  # rotation of the current forward pass
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """Return the output of Megatron's layer. Packed rows are rotated here."""
+        """Return the output of Megatron's layer. Packed rows are rotated here, unless the layer has no positions."""
+        if not self.rotates:
+            return super().forward(hidden_states, attention_mask, *args, **options | {"rotary_pos_emb": None})
         row, repeated = options["packed_seq_params"], options["rotary_pos_emb"]
         angles, interleaved = repeated[:, 0, 0], self.config.rotary_interleaved  # Megatron's angles are repeated twice
         once = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
@@ -47,6 +50,11 @@ class PackedSelfAttention(SelfAttention):
             return super().forward(hidden_states, attention_mask, *args, **options)
         finally:
             self._rotation = None
+
+    @property
+    def rotates(self) -> bool:
+        kinds: tuple[AttentionKind, ...] = self.config.attention
+        return kinds[min(self.layer_number, len(kinds)) - 1].rope is not None  # MTP layers follow the others
 
     def get_query_key_value_tensors(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
         """Return query [t, 1, heads, d], key and value [t, 1, groups, d], and if outputs are gated the gate [t, 1, heads, d]; query and key
@@ -78,10 +86,11 @@ class PackedSelfAttention(SelfAttention):
 
     def _fuses(self, rotation: rope.Rotation | rope.RoundedRotation) -> bool:
         """Return whether one kernel can produce queries and keys, which requires that no hook observes the norms. The kernel knows no
-        gates."""
+        gates, and no norms over all heads."""
         norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if isinstance(norm, RMSNorm)]
         whole = isinstance(rotation, rope.Rotation) and can_rotate(rotation, self.hidden_size_per_attention_head)
-        return whole and not self._is_gated and not any(norm._forward_hooks for norm in norms)
+        by_head = not self._is_gated and not self.config.norms_all_heads
+        return whole and by_head and not any(norm._forward_hooks for norm in norms)
 
     def _split(self, mixed: torch.Tensor, rotation: rope.Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated query [t, heads, d], rotated key and value [t, groups, d] of [t, width]."""

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -20,7 +21,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_rl.kernels import batch_invariant
 from megatron_rl.kernels.linear.base import NormBackend
 from megatron_rl.kernels.linear.gather import can_gather
+from megatron_rl.kernels.norm import heads as all_heads
 from megatron_rl.kernels.norm import reference as rms
+from megatron_rl.kernels.norm.heads import SharedHeads
 from megatron_rl.mcore.base.exchange import make_placeholder
 from megatron_rl.mcore.base.weight_gradient import take_weights
 from megatron_rl.mcore.layers.linear.quantized_linear import QuantizedColumnParallelLinear
@@ -58,6 +61,20 @@ class RMSNorm(torch.nn.RMSNorm):
     def scale(self) -> torch.Tensor:
         """What multiplies the normalized values: the weight, or float32 1 + weight if the model's norms are zero-centered."""
         return 1.0 + self.weight.float() if self.zero_centered else self.weight
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm over all query heads, or all key heads, of a token. Every rank has the whole weight, and the gradient of its own heads'."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, heads: int = 1) -> None:
+        super().__init__(config, heads * hidden_size, eps)
+        self.ranks = SharedHeads(heads, parallel_state.get_tensor_model_parallel_group())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of this rank's heads [..., own, d]."""
+        with take_weights(self):
+            own = self.ranks.cut(self.scale)
+            return all_heads.AllHeadsNorm.apply(x.flatten(0, -3), own, cast(float, self.eps), self.ranks).view(x.shape)
 
 
 class NormedAdd(MegatronModule):
