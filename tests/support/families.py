@@ -186,7 +186,7 @@ _add(
 )
 
 _MINIMAX = {"head_dim": 128, "rotary_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "use_qk_norm": True}
-_add("minimax_m2", "MiniMaxM2ForCausalLM", _MINIMAX, _MINIMAX | {"num_hidden_layers": 2, "num_attention_heads": 4})
+_add("minimax_m2", "MiniMaxM2ForCausalLM", _MINIMAX, _MINIMAX | {"num_hidden_layers": 2, "num_key_value_heads": 1})
 del ENGINE_ARCHITECTURES["minimax_m2"]["attention_bias"]
 
 _GPT_OSS = {
