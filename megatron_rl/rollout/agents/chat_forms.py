@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
 from megatron_rl.rollout.agents.episode import Turn
-from megatron_rl.rollout.agents.forms import Count, Few, FindTurn, Form, Function, Messages, Model, Object
+from megatron_rl.rollout.agents.forms import Count, Few, Form, Function, Messages, Model, Object
 from megatron_rl.rollout.agents.messages import TEXT, ConversationMessage, PolicyRequest
 
 
@@ -26,8 +25,9 @@ class OpenAIForm(Form):
     )
     stream_options: _StreamOptions = _StreamOptions()
 
-    def convert(self, find_turn: FindTurn) -> PolicyRequest:
-        return replace(super().convert(find_turn), include_usage=bool(self.stream_options.include_usage))
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
 
 
 class _CompletionsForm(OpenAIForm):
@@ -69,18 +69,14 @@ class _Tool(Model):
     function: Function
 
 
+_Function = Annotated[_Tool, AfterValidator(lambda tool: tool.function)]
+
+
 class ChatForm(_CompletionsForm):
     path, prefix, kinds = "/v1/chat/completions", "chatcmpl", ("chat.completion", "chat.completion.chunk")
     max_tokens: Count | None = Field(None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
-    tools: Few[_Tool] = ()
+    tools: Few[_Function] = ()
     parallel_tool_calls: bool = True
-
-    @property
-    def functions(self) -> list[Function]:
-        return [tool.function for tool in self.tools]
-
-    def convert(self, find_turn: FindTurn) -> PolicyRequest:
-        return replace(super().convert(find_turn), parallel_calls=self.parallel_tool_calls)
 
     @classmethod
     def write_parts(cls, said: ConversationMessage, streamed: bool) -> list[Object]:

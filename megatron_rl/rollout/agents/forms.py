@@ -100,11 +100,6 @@ class Form(Model):
     stop: Stops = ()
     stream: bool = False
 
-    @property
-    def functions(self) -> Sequence[Function]:
-        """The functions that the policy may call."""
-        return ()
-
     @classmethod
     def list_honored(cls) -> set[str]:
         """Return the names of the options that are honored."""
@@ -120,10 +115,19 @@ class Form(Model):
         messages = (*self.begin(find_turn), *self.messages)
         if not messages or messages[-1].role == "assistant":
             raise RefusedError("messages: must not end with a message of the policy", code="invalid_value")
-        tools = json.dumps([function.describe() for function in self.functions])
-        strict = tuple(function.name for function in self.functions if function.strict)
+        functions: Sequence[Function] = getattr(self, "tools", ())  # and other options that only some interfaces have
         return PolicyRequest(
-            messages, tools, self.max_tokens, self.stop, bool(self.functions), strict=strict, model=self.model, stream=self.stream
+            messages,
+            json.dumps([function.describe() for function in functions]),
+            self.max_tokens,
+            self.stop,
+            bool(functions),
+            getattr(self, "parallel_tool_calls", True),
+            tuple(function.name for function in functions if function.strict),
+            model=self.model,
+            stream=self.stream,
+            include_usage=getattr(self, "include_usage", False),
+            instructions=getattr(self, "instructions", None),
         )
 
     @classmethod

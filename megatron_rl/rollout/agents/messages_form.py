@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
@@ -84,14 +82,11 @@ class MessagesForm(Form):
     stop: Stops = Field((), validation_alias="stop_sequences")
 
     @property
-    def functions(self) -> Sequence[Function]:
-        return self.tools
+    def parallel_tool_calls(self) -> bool:
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
     def begin(self, find_turn: FindTurn) -> list[ConversationMessage]:
         return [ConversationMessage("system", self.system)] if self.system else []
-
-    def convert(self, find_turn: FindTurn) -> PolicyRequest:
-        return replace(super().convert(find_turn), parallel_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use))
 
     @classmethod
     def describe(cls, turn: Turn, request: PolicyRequest) -> Object:

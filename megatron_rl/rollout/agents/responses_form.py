@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -66,18 +65,11 @@ class ResponsesForm(OpenAIForm):
     truncation: Literal["disabled"] = "disabled"
     include: Few[Literal["reasoning.encrypted_content"]] = ()
 
-    @property
-    def functions(self) -> Sequence[Function]:
-        return self.tools
-
     def begin(self, find_turn: FindTurn) -> list[ConversationMessage]:
         earlier = find_turn(self.previous_response_id).messages if self.previous_response_id else ()
         if not self.instructions:
             return [*earlier]
         return [ConversationMessage("system", self.instructions), *(message for message in earlier if message.role != "system")]
-
-    def convert(self, find_turn: FindTurn) -> PolicyRequest:
-        return replace(super().convert(find_turn), parallel_calls=self.parallel_tool_calls, instructions=self.instructions)
 
     @classmethod
     def describe(cls, turn: Turn, request: PolicyRequest) -> Object:
