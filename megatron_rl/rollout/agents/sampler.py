@@ -9,8 +9,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_rl.config.agent import AgentConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import AbortedError, EngineLostError, RunError
@@ -166,8 +164,9 @@ class AgentSampler:
             return said, found is None or found.text != whole
         try:  # a policy may write lone surrogates as JSON escapes, which no text can hold, or a name of any length
             assert found is not None
+            "".join((found.text, *(part for call in calls for part in call))).encode()
             called = ConversationMessage("assistant", found.text, tuple(ToolCall("", *call) for call in calls), thought=thought)
-        except ValidationError:
+        except ValueError:
             return said, True
         fits = all(name not in request.strict or fits_schema(request.tools, name, arguments) for name, arguments in calls)
         return (called, False) if fits else (said, True)
