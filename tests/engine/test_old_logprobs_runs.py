@@ -39,6 +39,10 @@ RUNS = {
     "expert parallel": ("qwen3_moe", {"train.layout.dp": 2, "train.layout.ep": 2, "precision.mode": "fp8_unified"}, TORCHRUN),
     "context parallel": ("qwen3", {"train.layout.cp": 2, "rollout.top_k": 20, "rollout.min_p": 0.05}, TORCHRUN),
     "context parallel, latent attention": ("deepseek_v3", {"train.layout.cp": 2, "precision.mode": "fp8_unified"}, TORCHRUN),
+    "top-p among experts": ("qwen3_moe", {"rollout.top_p": 0.8, "rollout.top_k": 64, "precision.mode": "fp8_unified"}, ()),
+    "samples that begin alike": ("mistral", {"rollout.temperature": 0.3, "precision.mode": "fp8_unified"}, ()),
+    "one group of latent experts": ("glm4_moe_lite", {"precision.mode": "fp8_unified", "rollout.top_k": 50}, ()),
+    "adapters of two ranks": ("qwen3", {"lora.rank": 8, "train.learning_rate": 1e-2, "train.layout.tp": 2}, TORCHRUN),
     "resumed": ("qwen3", {"checkpoint.every": 2, "checkpoint.resume": "auto", "train.steps": 4}, ()),
 }
 
