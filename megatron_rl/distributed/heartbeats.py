@@ -103,7 +103,7 @@ def watch_for_lost_ranks(lost_after: float, on_lost: Callable[[str], None]) -> I
     if not lost_after or size == 1:
         yield
         return
-    heartbeats = Heartbeats(open_launch_store(_STORE_TIMEOUT).clone(), rank, size, lost_after, on_lost)
+    heartbeats = Heartbeats(open_launch_store(_STORE_TIMEOUT).clone(), rank, size, lost_after, on_lost)  # type: ignore[attr-defined]
     try:
         yield
     finally:

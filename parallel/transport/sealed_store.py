@@ -63,7 +63,7 @@ class SealedStore(dist.Store):
 
     def clone(self) -> "SealedStore":
         """Return a store with a connection of its own, for another thread."""
-        return SealedStore(self._store.clone(), self._secret)
+        return SealedStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
 
     def _seal(self, key: str, data: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
