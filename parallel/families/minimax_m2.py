@@ -14,7 +14,8 @@ _OF_OTHERS = ("use_mtp", "mtp_transformer_layers", "num_mtp_modules", "mlp_inter
 
 
 def read(config: HFConfig) -> ModelGeometry:
-    config.with_defaults(head_dim=128, num_experts_per_tok=8, num_local_experts=config.get("num_experts", 256))  # as in transformers
+    config.with_defaults(head_dim=128, num_key_value_heads=8, num_experts_per_tok=8)  # as in transformers
+    config.with_defaults(num_local_experts=config.get("num_experts", 256))
     fixed = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}  # SGLang has others
     config.with_defaults(**fixed).require(**fixed, hidden_act="silu", sliding_window=None, shared_intermediate_size=0)
     config.require(attn_type_list=[1] * config.layers())

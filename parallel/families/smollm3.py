@@ -28,10 +28,10 @@ def _read_rotated(config: HFConfig) -> list[int]:
     layers, every = config.layers(), config.with_defaults(no_rope_layer_interval=4).size("no_rope_layer_interval")
     config.with_defaults(no_rope_layers=[int((layer + 1) % every > 0) for layer in range(layers)])
     rotated = config.sizes("no_rope_layers")
-    if len(rotated) != layers or not set(rotated) <= {0, 1} or not any(rotated):
-        rule = f"must be 1, for rotary positions, or 0 for each of {layers} layers, and 1 at least once"
+    if len(rotated) < layers or not set(rotated) <= {0, 1}:  # it may be longer
+        rule = f"must be 1, for rotary positions, or 0 for each of {layers} layers"
         raise GeometryError("config.json no_rope_layers", rotated, rule, CORRECT)
-    return rotated
+    return rotated[:layers]
 
 
 def describe_to_engine(config: dict[str, Any]) -> dict[str, Any]:
