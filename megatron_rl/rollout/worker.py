@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,7 +140,7 @@ class RolloutWorker:
             draw.rounds[0] = kept
         return len(aborted)
 
-    def find_lost(self, completions: Sequence[Completion]) -> set[str]:
+    def _find_lost(self, completions: Sequence[Completion]) -> set[str]:
         """Return the handles of columns that no engine keeps any more."""
         remotes = [completion.remote for completion in completions if completion.remote is not None]
         if self._engines is None or not remotes:
@@ -158,7 +158,7 @@ class RolloutWorker:
 
     def forget_lost(self, draw: StepDraw, rollout: RolloutBatch) -> bool:
         """Forget the ended groups of a step that have lost columns, so that `collect` samples them again. Return whether there are any."""
-        lost = self.find_lost(rollout.completions_B)
+        lost = self._find_lost(rollout.completions_B)
         for ended in draw.ended.values():
             for number in [number for number, group in ended.items() if any(each.remote and each.remote.handle in lost for each in group)]:
                 del ended[number]
@@ -271,14 +271,6 @@ class AsyncRolloutWorker:
         if step.observed is None:
             step.observed = self._worker.observe(rollout, version)  # here and in order, because the next draw may depend on it
         return replace(rollout, sampling=rollout.sampling | step.observed, seconds={WAIT: time.perf_counter() - start, **rollout.seconds})
-
-    def list_ended_ahead(self) -> Iterator[tuple[int, Completion]]:
-        """Yield the completions of later steps that have ended, the last ones first, with the version at which they will be trained on."""
-        for step in self._pending:
-            groups = [group for by_number in list(step.draw.ended.values()) for group in list(by_number.values())]  # other threads add some
-            for group in reversed(groups):
-                if not any(member.remote for member in group) or not self._worker.find_lost(group):
-                    yield from ((step.draw.version, member) for member in group)
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """Return a function that makes the state of the problem stream after the last collected groups."""

@@ -282,8 +282,8 @@ class RecoveringWeightSync:
         return report
 
     def ask_canary(self, version: int) -> int:
-        """See `WeightSync.ask_canary`."""
-        return self._sync.ask_canary(version)
+        """See `WeightSync.ask_canary`. Engines that are lost meanwhile are replaced."""
+        return self.run_with_recovery(version, lambda: self._sync.ask_canary(version))
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, which every rank calls; repeat it if engines, which hold `version`, are lost meanwhile."""

@@ -22,7 +22,6 @@ from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.rollout.worker import AsyncRolloutWorker
 from megatron_rl.sync.weight_sync import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
-from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.samples import StepSamples
@@ -37,13 +36,12 @@ class Loop:
         worker: Rank0[AsyncRolloutWorker],
         trainer: PolicyTrainer,
         sync: RecoveringWeightSync,
-        newest: NewestTokens,
         recorder: Recorder,
         checkpoints: CheckpointManager,
         resumed: TrainState | None,
     ) -> None:
         self._config, self._worker, self._trainer, self._sync = config, worker, trainer, sync
-        self._newest, self._recorder, self._checkpoints = newest, recorder, checkpoints
+        self._recorder, self._checkpoints = recorder, checkpoints
         if resumed is not None:
             if config.algorithm.calibrate_every:
                 trainer.clip.bounds = resumed.clip_bounds
@@ -95,9 +93,9 @@ class Loop:
         metrics |= assign_distilled_advantages(samples.own, config.teacher, reduce.combine)
         metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         metrics |= mark_high_covariance(samples.own, config.algorithm, version, reduce.combine, reduce.gather_numbers)
-        if self._newest.is_needed(metrics) and not trainer.compares_in_update:
+        if trainer.compares_nothing(metrics):
             with phase("compare"):
-                metrics |= self._newest.compare(version)
+                metrics |= trainer.count_compared(self._sync.ask_canary(version))
         check_stop()
         with stopping(at_once=False):  # nothing can be saved in between
             if trainer.critic is not None:

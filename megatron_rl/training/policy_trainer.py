@@ -7,7 +7,7 @@ host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import mean
@@ -26,7 +26,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.diagnosis.attribution import MismatchAttribution
 from megatron_rl.diagnosis.draws import DrawCheck
-from megatron_rl.diagnosis.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
+from megatron_rl.diagnosis.mismatch import TOKENS, WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import DrawError, MismatchError, RunError
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
@@ -185,12 +185,23 @@ class PolicyTrainer:
         """Return the mismatch and the draws of samples with the trainer's log-probs. Raise RunError if the configuration forbids them."""
         self.compared = samples
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
-        newest_follow = self._config.placement.max_staleness and not mismatch and not self.compares_in_update  # see `NewestTokens`
-        if self._mismatch_bound is not None and not newest_follow:
+        if self._mismatch_bound is not None and not self.compares_nothing(mismatch):
             self._mismatch_bound.check(mismatch)
         if self._draw_check is None:
             return mismatch
         return mismatch | self._draw_check.check(draws, samples, self._equal)
+
+    def compares_nothing(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether engines sample ahead of the trainer and a step with these metrics has compared no token of its own version. The
+        engines then answer the canary again, before the optimizer step."""
+        return bool(self._config.placement.max_staleness) and not metrics.get(TOKENS) and not self.compares_in_update
+
+    def count_compared(self, tokens: int) -> dict[str, float]:
+        """Return the number of the canary's compared tokens as a metric. Raise RunError if too many steps have compared none."""
+        metrics = {TOKENS: float(tokens)}
+        if self._mismatch_bound is not None:
+            self._mismatch_bound.check(metrics)
+        return metrics
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
         """Set the advantages if the KL term is part of the reward, which needs log-probs, and return its metric; else return {}. A critic

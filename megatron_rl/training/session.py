@@ -55,7 +55,6 @@ from megatron_rl.sync.weight_sync import RecoveringWeightSync, WeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import describe_unread, load_actor, load_critic, load_reference, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
@@ -177,12 +176,11 @@ class Session:
         search = diagnosis.make_search(engines, plan, self.folder)
         self._search = lambda error: search(error, trainer.compared)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        newest = NewestTokens(config, actor, worker, recovering_sync, diagnosis.bound, trainer.engine_routing)
         profiler = StepProfiler(self.folder, get_rank(), config.log.profile_steps, config.log.profile_ranks)
         recorder = Recorder(self.log, engines, profiler)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved, critic)
-        return Loop(config, worker, trainer, recovering_sync, newest, recorder, checkpoints, state)
+        return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)
 
     def _load_checkpoint(self, actor: Actor, critic: Critic | None) -> TrainState | None:
         """Load the checkpoint of a resumed run and return its state, or None for a new run."""

@@ -32,7 +32,6 @@ from megatron_rl.rollout.groups import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager, TrainState
 from megatron_rl.training.critic_trainer import CriticTrainer
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.newest_tokens import NewestTokens
 from megatron_rl.training.policies import load_critic, load_teacher
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
@@ -169,8 +168,7 @@ def loop_of(config, trainer, reference, sync, worker, log, checkpoints, state=No
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0, bound, None, old_logprobs, of_critic, teacher)
     recorder = Recorder(Rank0(lambda: log), on_rank0, StepProfiler(Path(), rank=0))
     rank0_worker = Rank0(lambda: worker)
-    newest = NewestTokens(config, trainer.actor, rank0_worker, sync, bound)
-    return Loop(config, rank0_worker, policy, sync, newest, recorder, checkpoints, state)
+    return Loop(config, rank0_worker, policy, sync, recorder, checkpoints, state)
 
 
 def run_loop(
