@@ -88,6 +88,20 @@ def test_published_models_with_experts():
     assert (defaults.experts.groups, defaults.experts.groups_used, defaults.experts.scale) == (4, 2, 2.5)
 
 
+def test_layers_without_positions_and_the_part_that_rotates():
+    smollm3, minimax = ARCHITECTURES["smollm3"], ARCHITECTURES["minimax_m2"]
+    assert [kind.rope for kind in ModelGeometry.from_hf_config(smollm3).attention] == [Rope(5e5), None] * 2
+    longer = smollm3 | {"no_rope_layers": [0, 1, 1, 0, 1, 1]}
+    assert [kind.rope is None for kind in ModelGeometry.from_hf_config(longer).attention] == [True, False, False, True]
+    described = ModelGeometry.describe_to_engine(smollm3)
+    assert (described["model_type"], described["no_rope_layers"]) == ("llama", [1, 0, 1, 0])
+    written = {name: value for name, value in minimax.items() if name not in ("rotary_dim", "rope_theta")}
+    written |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}}  # by transformers 5
+    for config in (minimax, written):
+        assert ModelGeometry.from_hf_config(config).rope == Rope(5e5, 0.25)
+        assert ModelGeometry.describe_to_engine(config)["rotary_dim"] == 32
+
+
 def test_rotary_positions_routing_and_the_default_head_dim():
     for config in (LLAMA, LLAMA | {"head_dim": None}):
         assert ModelGeometry.from_hf_config(config).attention[0].head_dim == 64
@@ -124,6 +138,11 @@ ABSENT = object()
     (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is not a supported model family"),
     (QWEN3, {"model_type": None}, "model_type = None: is not a supported model family"),
     (QWEN3, {"model_type": "phi3"}, "model_type = phi3: is not supported: it stores queries, keys, and values in one tensor"),
+    (ARCHITECTURES["minimax_m2"], {"partial_rotary_factor": 0.5}, "rotary_dim = 32: is not .* supports only 64"),
+    (ARCHITECTURES["minimax_m2"], {"use_qk_norm": False}, "use_qk_norm = False: is not supported"),
+    (ARCHITECTURES["minimax_m2"], {"attn_type_list": [1, 1, 0, 1]}, "attn_type_list"),
+    (ARCHITECTURES["smollm3"], {"no_rope_layers": [1, 0]}, "no_rope_layers = .*: must be 1, .* or 0 for each of 4 layers"),
+    (ARCHITECTURES["smollm3"], {"use_sliding_window": True}, "use_sliding_window = True: is not supported"),
     (LLAMA, {"attention_bias": True}, "attention_bias = True: is not supported"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not supported"),
     (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
