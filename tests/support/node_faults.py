@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from support.node_runs import PORT, check_empty, launch, place_engines
 from support.nodes import Node
 from support.processes import end, until
@@ -90,7 +92,10 @@ def _stop(number):
         words = {process: process.cmdline() for process in nodes[number].list_processes()}
         next(each for each, line in words.items() if line[1:5] == ["-u", "-m", "megatron_rl", "train"]).suspend()
 
-    return Fault(strike, _SILENT, clean=lambda nodes: end(nodes[number].list_processes()))
+    def kill(nodes):
+        end(process for process in nodes[number].list_processes() if process.status() == psutil.STATUS_STOPPED)
+
+    return Fault(strike, _SILENT, clean=kill)
 
 
 def _terminate(nodes):
