@@ -284,15 +284,10 @@ def _use_utf8() -> None:
 
 def main() -> None:
     _use_utf8()
-    _prepare_process()
-    put_programs_on_path()
-    app(prog_name="megatron-rl")
-
-
-def _prepare_process() -> None:
-    """Make this process end well: without its console, and by a signal."""
     keep_streams()
     install_signal_handlers()
+    put_programs_on_path()
+    app(prog_name="megatron-rl")
 
 
 @contextmanager
@@ -340,7 +335,8 @@ def run_script(*commands: Callable[..., None]) -> None:
     for command in commands:
         takes_more = "context" in inspect.signature(command).parameters
         script.command(context_settings={"allow_extra_args": takes_more, "ignore_unknown_options": takes_more})(command)
-    _prepare_process()
+    keep_streams()
+    install_signal_handlers()
     with expected_errors():
         script()
 

@@ -18,7 +18,7 @@ from megatron_rl.types import Problem, Reward
 
 _ASSIGNMENT = re.compile(r"[\s$]*(\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([^()=]*\))?)\s*=\s*([^=]+?)[\s$.]*")
 _TUPLES = re.compile(r"\(([a-z](?:,\s*[a-z])*)\)\s*=\s*\(([^()]*)\)")
-_ONE_MEANING = re.compile(r"[A-Za-z]|.*\)")  # a letter or a value of a function
+_ONE_MEANING = re.compile(r"[A-Za-z]|.*\(.*[0-9A-Z].*\)")  # a letter, f(2), or P(A)
 _AND = re.compile(r"[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b|\\(?:quad|lor|vee)\b")
 _DECIMAL_COMMA = re.compile(
     r"^[-+]?\s*(?:(?:[0-9]{1,3}(?:\.[0-9]{3})+|[0-9]+),[0-9]{1,2}(?![0-9,.])|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.]))"
@@ -54,7 +54,7 @@ _ONLY_AS_GOLD = (
     re.compile(r"[0-9]{4}\s*!|[)}!]\s*!|binom\s*\{?\s*[0-9]{4}"),
     re.compile(r"\\(?:i*int|oint|sum|prod|lim)(?![a-z])|(?:\|[^|]*){9}"),
 )
-_OVERLOOKED = re.compile(r"\.\.|[0-9]_\{?[0-9]|\\(?:neg|lnot|gcd|lcm|[pb]mod)\b|¬")
+_OVERLOOKED = re.compile(r"\.\.|\\ldots|[0-9]_\{?[0-9]|\\(?:neg|lnot|gcd|lcm|[pb]mod)\b|¬")
 """Operations that take SymPy seconds or more, and what math-verify overlooks. Only a gold answer that has them lets an answer have them."""
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z({])|[\u0400-\u04ff\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]{2}")
 
@@ -112,7 +112,7 @@ def _equals(stated: Statement, gold: str) -> bool:
     named, found = _read_names(gold), _read_names(content)
     if len(named) > 1 and not found and "=" not in content:
         return _equals(Statement(f"({content.strip('()')})", True), _list_values(gold))
-    if len(named) > 1 or (named and found and all(map(_ONE_MEANING.fullmatch, (*named, *found)))):
+    if len(named) > 1 or (named and found and (named.keys() == found.keys() or all(map(_ONE_MEANING.fullmatch, (*named, *found))))):
         return found.keys() == named.keys() and all(_equals(Statement(found[name], True), named[name]) for name in named)
     if found or "=" not in content or not _SYMBOL.search("".join(named.values())):  # the equation y = 2x matches y - 2x = 0
         gold = "".join(named.values()) or gold
@@ -227,7 +227,7 @@ def _is_affordable(content: str, gold: str) -> bool:
 
 def _verify(gold: str, content: str) -> bool:
     if content == gold or _OVERLOOKED.search(gold):
-        return _BLANKS.sub("", content) == _BLANKS.sub("", gold)
+        return _BLANKS.sub("", content.replace("...", r"\ldots")) == _BLANKS.sub("", gold.replace("...", r"\ldots"))
     from math_verify import verify  # takes seconds
 
     rounding = 6 if re.search("[A-Za-z/]", gold) else 12  # decimals may stand for roots and fractions, not for integers

@@ -33,7 +33,7 @@ _REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"<(?:final_)?answer>|<\|begin_of_box\|>", re.IGNORECASE), r"\\boxed{"),
     (re.compile(r"</(?:final_)?answer>|<\|end_of_box\|>", re.IGNORECASE), "}:"),
     (re.compile(r"\\[pb]?mod\s*(?:\{(\w+)\}|(\w+))|\(mod\s+(\w+)\)"), lambda match: rf"\pmod{{{match[match.lastindex or 0]}}}"),
-    (re.compile(r"\\[lc]?dots\b"), "..."),
+    (re.compile(r"\\[lc]?dots\b"), r"\\ldots"),
     (re.compile(r"\\(?:(?:left|right)\s*\\)?([lr])angle\b"), lambda match: "(" if match[1] == "l" else ")"),
     (re.compile(r"\{:\}|\\colon\s*"), ":"),
     (re.compile(r"(?:\\left)?\\\{\s*([a-z])\s*(?::|\\mid|\|)([^{}:|]*\1[^{}:|]*?)(?:\\right)?\\\}"), r"\2"),  # {x : x > 1}

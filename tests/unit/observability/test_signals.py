@@ -83,7 +83,7 @@ def test_errors_after_the_signal_are_reported_as_the_stop():
 @pytest.mark.parametrize("number", CODES)
 def test_a_command_that_starts_ends_with_the_documented_code_and_nohup_keeps_it(number):
     code = (
-        "import time\nfrom megatron_rl.cli import main\nmain._prepare_process()\n"
+        "import time\nfrom megatron_rl.cli import main\nmain.install_signal_handlers()\n"
         "with main.expected_errors(), main.no_other_exit():\n print('up', flush=True); time.sleep({})"
     )
 

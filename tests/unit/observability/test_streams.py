@@ -14,9 +14,11 @@ from megatron_rl.observability.run_folder import read_run
 LOGS = """
 import sys
 from pathlib import Path
-from megatron_rl.cli.main import _prepare_process
+from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.observability.run_log import RunLog
-_prepare_process()
+from megatron_rl.observability.streams import keep_streams
+install_signal_handlers()
+keep_streams()
 log = RunLog.create(Path(sys.argv[1]), {"train": {"steps": 3}}, {})
 sys.stdin.readline()
 for step in (1, 2, 3):
