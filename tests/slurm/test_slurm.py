@@ -26,7 +26,7 @@ CHANGES = {
 }  # ten seconds or more: the signal comes in the middle
 FOUR_ENGINES = ("--model.path=model", "--rollout.engines=4")
 LAST_TWO = 3
-PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
+PHASES = {"generate", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
 STAND_IN = """#!/usr/bin/env bash
 # Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
 # waits for a signal and ends as the trainer does; with `engines` rank 0 starts and ends them.
