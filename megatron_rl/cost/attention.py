@@ -44,12 +44,12 @@ def _list_softmax(shapes: RankShapes, kind: SoftmaxAttention) -> Iterator[Operat
     model, b, w = shapes.job.model, shapes.job.high_bytes, shapes.operand_bytes
     T, (q, kv) = shapes.tokens, _head_widths(kind, shapes.layout.tp)
     yield Operator(column_input(shapes, model.hidden, "linear_qkv"))
-    rotated = T * b * (q + kv)
+    rotated = T * b * (q + kv if kind.rope else q)  # without positions, k is a view of linear_qkv's result, as v is
     heads, groups = kind.heads / shapes.layout.tp, max(1.0, kind.kv_heads / shapes.layout.tp)
     rotates_whole = kind.rope is not None and kind.rope.share == 1
     fused = not shapes.cpu and rotates_whole and kind.head_dim & (kind.head_dim - 1) == 0  # `kernels.heads.reference`
     if kind.over_all_heads:
-        rotated += T * (b * q * (1 < groups < heads) + 2 * 4)  # v is a view of the same tensor as k
+        rotated += T * (b * q + 2 * 4)  # k before its norm is a view of the same tensor as v
     elif kind.qk_norm and not fused:
         rotated += norm_bytes(shapes, T * heads, kind.head_dim, own_input=1 < groups < heads)
         rotated += norm_bytes(shapes, T * groups, kind.head_dim, own_input=False)
