@@ -15,7 +15,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.precision.graph.render import draw_svg, print_graphs
 from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.training.policies import load_actor
-from megatron_rl.training.session import start_empty_engines, start_trainer
+from megatron_rl.training.start import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 

@@ -23,7 +23,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.policies import load_actor
 from megatron_rl.training.resume import find_newest_whole
-from megatron_rl.training.session import start_empty_engines, start_trainer
+from megatron_rl.training.start import start_empty_engines, start_trainer
 from parallel.layout import Layout
 
 

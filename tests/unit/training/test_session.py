@@ -11,24 +11,27 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.diagnosis.mismatch import MISMATCH, MismatchBound
 from megatron_rl.errors import RunError
-from megatron_rl.training import session
+from megatron_rl.training import build, start
+from megatron_rl.training.context import RunContext
 from parallel.layout import Layout
+
+KEPT = ("build_loop", "start_rollout", "_load_checkpoint", "_record_contents", "RunContext")
 
 
 @pytest.fixture
 def calls(monkeypatch) -> MagicMock:
-    """Record all calls of a session to this project, in order."""
+    """Record all calls of a run's start to this project, in order."""
     calls = MagicMock()
     calls.find_checkpoint_format.return_value = None
     calls.load_problems.return_value = MagicMock(), []
     calls.load_actor.return_value = calls.actor, []
     calls.load_critic.return_value = calls.critic
-    for name, value in list(vars(session).items()):
+    for name, value, module in [(*item, each) for each in (build, start) for item in vars(each).items()]:
         ours = getattr(value, "__module__", "").startswith(("megatron_rl.", "parallel."))
-        if ours and value is not session.Session and not (inspect.isclass(value) and issubclass(value, Exception)):
-            monkeypatch.setattr(session, name, getattr(calls, name))
+        if ours and name not in KEPT and not (inspect.isclass(value) and issubclass(value, Exception)):
+            monkeypatch.setattr(module, name, getattr(calls, name))
     monkeypatch.setattr(Config, "make_geometry", MagicMock())
-    monkeypatch.setattr(session, "Rank0", lambda make: MagicMock(value=make()))
+    monkeypatch.setattr(build, "Rank0", lambda make: MagicMock(value=make()))
     return calls
 
 
@@ -36,10 +39,7 @@ def calls(monkeypatch) -> MagicMock:
 def test_engines_start_when_the_trainer_holds_as_much_memory_as_in_a_sync(calls, tmp_path, kind):
     """On a shared GPU, an engine fills the free memory: by then the reference is loaded, and what only an optimizer step needs is not."""
     sections = {"model": {"path": Path("m")}, "algorithm": {"kl_coef": 0.1}, "placement": {"kind": kind}}
-    run = session.Session.__new__(session.Session)
-    run.config, run.layout, run.contract, run._resources = Config.model_validate(sections), Layout(), MagicMock(), ExitStack()
-    run.folder, run.resume_point, run.log = tmp_path, None, MagicMock()
-    run._build_loop()
+    build.build_loop(RunContext(Config.model_validate(sections), Layout(), tmp_path, MagicMock(), ExitStack()))
     order = [name for name, *_ in calls.mock_calls]
     assert order.count("start_empty_engines") == 1
     before = order[: order.index("start_empty_engines")]
