@@ -128,7 +128,7 @@ def measure_peak(folder, precision, layout, lengths, recompute):
     options = {"micro_batch_tokens": sum(lengths), "recompute": recompute}
     with latent_attention(absorbed=False):
         actor = Trainer(folder, precision, options, layout=layout).actor
-    samples = [TrainingSample([1] * length, [2]) for length in lengths]
+    samples = [TrainingSample([number] * length, [0]) for number, length in enumerate(lengths, 1)]  # which share no prefix
     actor.update(samples, negative_log_likelihood)  # makes what lasts
     actor.compute_logprobs(samples)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:

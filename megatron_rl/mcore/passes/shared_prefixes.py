@@ -22,8 +22,8 @@ class SharedPrefixes:
     places: torch.Tensor  # int64 [t]: index in `computed` of the position with the same bits
 
     @classmethod
-    def find(cls, batch: MicroBatch) -> SharedPrefixes:
-        """Find the positions whose sample begins like an earlier one, up to and including them."""
+    def find(cls, batch: MicroBatch) -> SharedPrefixes | None:
+        """Find the positions whose sample begins like an earlier one, up to and including them. Return None if there are none."""
         tokens, first = batch.tokens[0].tolist(), dict[tuple[int, int], int]()  # (position of the token before or -1, token) to position
         equal = list(range(len(tokens)))
         starts = list(accumulate(batch.lengths, initial=0))
@@ -31,7 +31,8 @@ class SharedPrefixes:
             last = -1
             for position in range(start, start + length):
                 equal[position] = last = first.setdefault((last, tokens[position]), position)
-        return cls(*torch.tensor(equal).unique(return_inverse=True))
+        computed, places = torch.tensor(equal).unique(return_inverse=True)
+        return cls(computed, places) if len(computed) < len(tokens) else None
 
     def place(self, groups: list[LengthGroup]) -> list[LengthGroup]:
         """Return the groups of a row's sequences over its computed positions, without sequences that others contain."""
