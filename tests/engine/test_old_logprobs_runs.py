@@ -69,7 +69,8 @@ def reward_function(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "engine"))))
 
 
-@pytest.mark.parametrize("case", [case if case == "dense" else pytest.param(case, marks=pytest.mark.long) for case in RUNS])
+@pytest.mark.long  # tests/distributed/test_old_logprobs.py compares passes by default
+@pytest.mark.parametrize("case", RUNS)
 def test_a_run_is_the_same_with_and_without_the_pass(case, tmp_path):
     (whole, samples, weights), (left_out, others, other_weights) = (run_once(tmp_path / which, case, which) for which in ("pass", "auto"))
     assert samples == others
